@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The affine map of the model, with Hugging Face's parameter names and layout."""
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import Normal, initializer
+
+
+class Linear(nn.Cell):
+    """``y = x @ weight.T + bias``.
+
+    Args:
+        in_features, out_features: sizes of the last axis before and after.
+        bias: whether there is a bias.
+        dtype: type of the parameters; they are cast to the type of ``x`` where used.
+        std: standard deviation of the initial weight (the bias starts at 0).
+
+    Inputs:
+        x: ``(..., in_features)``.
+
+    Returns:
+        ``(..., out_features)`` of the type of ``x``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        dtype: ms.Type = ms.float32,
+        std: float = 0.02,
+    ):
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        weight = initializer(Normal(std), (out_features, in_features), dtype)
+        self.weight = Parameter(weight, name="weight")
+        self.bias = None
+        if bias:
+            self.bias = Parameter(initializer("zeros", (out_features,), dtype), name="bias")
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x: Tensor) -> Tensor:
+        rows = ops.reshape(x, (-1, self.in_features))
+        y = self.matmul(rows, ops.cast(self.weight, x.dtype))
+        if self.bias is not None:
+            y = y + ops.cast(self.bias, x.dtype)
+        return ops.reshape(y, x.shape[:-1] + (self.out_features,))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output projection and cross entropy in one, over chunks of tokens."""
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+IGNORE_INDEX = -100
+
+
+class _OperatorLoss(nn.Cell):
+    """Chunked loss of plain operators; the backward pass computes the logits of each chunk again."""
+
+    def __init__(self, chunk_tokens: int):
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+        self.project = ops.MatMul(transpose_b=True)
+        self.to_hidden = ops.MatMul()
+        self.to_weight = ops.MatMul(transpose_a=True)
+
+    def construct(self, hidden, weight, labels):
+        loss = ops.zeros((), ms.float32)
+        for start in range(0, hidden.shape[0], self.chunk_tokens):
+            chunk = ops.depend(hidden[start : start + self.chunk_tokens], loss)
+            target = labels[start : start + self.chunk_tokens]
+            valid = ops.cast(target != IGNORE_INDEX, ms.float32)
+            logits = ops.cast(self.project(chunk, weight), ms.float32)
+            top = ops.max(logits, -1, keepdims=True)[0]
+            normaliser = ops.log(ops.exp(logits - top).sum(-1)) + top.squeeze(-1)
+            index = ops.expand_dims(ops.maximum(target, 0), -1)
+            picked = ops.gather_elements(logits, -1, index).squeeze(-1)
+            loss = loss + ((normaliser - picked) * valid).sum()
+        return loss
+
+    def bprop(self, hidden, weight, labels, out, dout):
+        grad_hidden = ()
+        grad_weight = ops.zeros(weight.shape, ms.float32)
+        for start in range(0, hidden.shape[0], self.chunk_tokens):
+            chunk = ops.depend(hidden[start : start + self.chunk_tokens], grad_weight)
+            target = labels[start : start + self.chunk_tokens]
+            valid = ops.cast(target != IGNORE_INDEX, ms.float32)
+            logits = ops.cast(self.project(chunk, weight), ms.float32)
+            one_hot = ops.one_hot(target, weight.shape[0], ops.ones((), ms.float32), ops.zeros((), ms.float32))
+            scale = ops.expand_dims(valid * dout, -1)
+            grad = ops.cast((ops.softmax(logits, -1) - one_hot) * scale, hidden.dtype)
+            grad_hidden = grad_hidden + (self.to_hidden(grad, weight),)
+            grad_weight = grad_weight + ops.cast(self.to_weight(grad, chunk), ms.float32)
+        grad_weight = ops.cast(grad_weight, weight.dtype)
+        return ops.concat(grad_hidden, 0), grad_weight, ops.zeros_like(labels)
+
+
+class LinearCrossEntropy(nn.Cell):
+    """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, never holding all logits.
+
+    Args:
+        chunk_tokens: how many tokens' logits ``(chunk_tokens, V)`` may exist at once.
+
+    Inputs:
+        hidden: ``(N, h)``, fp32, fp16 or bf16.
+        weight: ``(V, h)``; cast to the type of ``hidden`` (the tied embedding or the output layer).
+        labels: ``(N,)`` int32 class of each row, already shifted; -100 is left out.
+
+    Returns:
+        ``(loss_sum, n_valid)``: fp32 scalars, the sum in nats and the number of rows that count.
+    """
+
+    def __init__(self, chunk_tokens: int = 1024):
+        super().__init__()
+        self.loss = _OperatorLoss(chunk_tokens)
+
+    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple:
+        n_valid = ops.cast(labels != IGNORE_INDEX, ms.float32).sum()
+        return self.loss(hidden, ops.cast(weight, hidden.dtype), labels), n_valid

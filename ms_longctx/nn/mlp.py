@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated feed-forward block of Llama (SwiGLU: Shazeer 2020, arXiv 2002.05202)."""
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ms_longctx.nn.linear import Linear
+
+
+class SwiGLU(nn.Cell):
+    """``silu(gate) * up``, computed in fp32; inputs and result share shape and type."""
+
+    def construct(self, gate: Tensor, up: Tensor) -> Tensor:
+        g = ops.cast(gate, ms.float32)
+        return ops.cast(g * ops.sigmoid(g) * ops.cast(up, ms.float32), gate.dtype)
+
+
+class MLP(nn.Cell):
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))``.
+
+    Args:
+        hidden_size: last axis of the input and the result.
+        intermediate_size: width between them.
+        bias: whether the three projections have a bias.
+        dtype: type of the parameters.
+        std: standard deviation of the initial weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        dtype: ms.Type = ms.float32,
+        std: float = 0.02,
+    ):
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, dtype, std)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, dtype, std)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype, std)
+        self.act = SwiGLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
