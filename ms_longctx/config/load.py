@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a YAML file, a strategy file and command line overrides to one checked :class:`RunConfig`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ms_longctx.config.aliases import canonical
+from ms_longctx.config.coerce import coerce
+from ms_longctx.config.planned import PLANNED
+from ms_longctx.config.presets import find_config
+from ms_longctx.config.rules import check_range, check_run, split_lengths
+from ms_longctx.config.sections import SECTIONS, RunConfig
+from ms_longctx.config.source import ConfigError, Entry, read_overrides, read_sections
+from ms_longctx.errors import MsLongctxError
+
+
+def load_config(
+    name_or_path: str | Path | None,
+    overrides: Iterable[str] = (),
+    parallel_config: str | Path | None = None,
+) -> RunConfig:
+    """Read, merge and check one run.
+
+    Args:
+        name_or_path: a file, the name of a preset, or ``None`` for the defaults alone.
+        overrides: ``["--section.key", "value", "--section.key=value", ...]``; they win over both files.
+        parallel_config: strategy file (JSON or YAML) ``{"dp": 4, "mp": 2, ...}``; it wins over ``name_or_path``.
+
+    Raises:
+        ConfigError: one line ``where: key: what was found, what was expected``.
+    """
+    stated = _Stated("defaults" if name_or_path is None else str(name_or_path))
+    if name_or_path is not None:
+        stated.add(read_sections(find_config(name_or_path)))
+    if parallel_config is not None:
+        stated.add(_read_strategy(Path(parallel_config)))
+    stated.add(read_overrides(overrides))
+    run = stated.build()
+    check_run(run, stated.error)
+    stated.refuse_planned()
+    prompt, answer = split_lengths(run.data)
+    return replace(run, data=replace(run.data, prompt_length=prompt, answer_length=answer))
+
+
+class _Stated:
+    """The keys that the sources state, under their canonical names; a later source replaces an earlier one."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._entries: dict[str, Entry] = {}
+
+    def add(self, entries: list[Entry]) -> None:
+        """Take the entries of one source. Two names of one key in it must not disagree."""
+        fresh: dict[str, Entry] = {}
+        for written in entries:
+            name = written.name.removeprefix("--")
+            if name in SECTIONS and written.value in (None, {}):
+                continue
+            key, entry = canonical(name, written)
+            key, entry = self._nested(key, entry)
+            _require_known(key, entry)
+            twin = fresh.get(key)
+            if twin is not None and twin.value != entry.value and entry.where != "command line":
+                raise entry.error(f"contradicts {twin.name} ({twin.where}), which means the same; keep one")
+            fresh[key] = entry
+        self._entries.update(fresh)
+
+    def build(self) -> RunConfig:
+        """Every section from its stated keys, types and ranges checked."""
+        self._align_layout()
+        values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for key, entry in self._entries.items():
+            section, field = key.split(".", 1)
+            hint = _hints(section).get(field)
+            if key in PLANNED and (hint is None or PLANNED[key].values):
+                PLANNED[key].check(entry)
+            if hint is not None:
+                values[section][field] = coerce(entry, hint)
+                check_range(key, values[section][field], self.error)
+        sections = {name: self._section(name, stated) for name, stated in values.items()}
+        return RunConfig(**sections, given=frozenset(self._entries))
+
+    def refuse_planned(self) -> None:
+        """Refuse what is valid and not built yet (the arithmetic of a strategy is checked before)."""
+        for key, entry in self._entries.items():
+            if key in PLANNED:
+                PLANNED[key].check(entry)
+
+    def error(self, key: str, message: str) -> ConfigError:
+        """A :class:`ConfigError` that says where the key was written, or which source left it at its default."""
+        entry = self._entries.get(key) or Entry(None, key, self._source)
+        return entry.error(message)
+
+    def _section(self, name: str, values: dict[str, Any]) -> Any:
+        try:
+            return SECTIONS[name](**values)
+        except ConfigError:
+            raise
+        except MsLongctxError as error:
+            field = re.match(r"\w*", str(error))
+            entry = self._entries.get(f"{name}.{field[0] if field else ''}")
+            raise ConfigError(f"{entry.where if entry else self._source}: {name}.{error}") from error
+
+    def _nested(self, key: str, entry: Entry) -> tuple[str, Entry]:
+        """``model.rope_scaling.factor`` changes one item of a mapping that the sources before it state."""
+        section, _, rest = key.partition(".")
+        field, _, item = rest.partition(".")
+        outer = f"{section}.{field}"
+        if not item or section not in SECTIONS or "dict[" not in str(_hints(section).get(field)):
+            return key, entry
+        before = self._entries.get(outer)
+        base = dict(before.value) if before is not None and isinstance(before.value, dict) else {}
+        return outer, replace(entry, value={**base, item: entry.value}, typed=None)
+
+    def _align_layout(self) -> None:
+        """``train.objective`` and ``data.layout`` follow each other when only one of them is stated."""
+        objective, layout = self._entries.get("train.objective"), self._entries.get("data.layout")
+        if objective is not None and layout is None and objective.value == "sft":
+            self._entries["data.layout"] = objective
+        elif layout is not None and objective is None and layout.value == "sft":
+            self._entries["train.objective"] = layout
+
+
+def _read_strategy(path: Path) -> list[Entry]:
+    return [
+        entry if entry.name.startswith("parallel.") else replace(entry, name=f"parallel.{entry.name}")
+        for entry in read_sections(path)
+    ]
+
+
+def _hints(section: str) -> dict[str, Any]:
+    return get_type_hints(SECTIONS[section])
+
+
+def _require_known(key: str, entry: Entry) -> None:
+    section, _, field = key.partition(".")
+    if section in SECTIONS and not field:
+        raise entry.error(
+            f"expected keys below this section, such as '{section}.{fields(SECTIONS[section])[0].name}'"
+        )
+    if key in PLANNED or (section in SECTIONS and field in SECTIONS[section].__dataclass_fields__):
+        return
+    raise entry.error(f"unknown key; {_suggestion(section, field)}")
+
+
+def _suggestion(section: str, field: str) -> str:
+    """The nearest valid key: in the same section first, then by its last part in any section."""
+    everything = [f"{name}.{item.name}" for name, kind in SECTIONS.items() for item in fields(kind)]
+    here = [key for key in everything if key.startswith(f"{section}.")]
+    wanted = f"{section}.{field}" if field else section
+    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.75)
+    if not close:
+        last = wanted.rsplit(".", 1)[-1]
+        by_field = {key.split(".", 1)[1]: key for key in reversed(everything)}
+        close = [by_field[name] for name in difflib.get_close_matches(last, by_field, n=1, cutoff=0.75)]
+    if not close:
+        close = difflib.get_close_matches(wanted, here or everything, n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    known = here or list(SECTIONS)
+    return f"known {'keys' if here else 'sections'}: {', '.join(known)}"

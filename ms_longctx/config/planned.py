@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of features that are not built yet: refused with that reason, never accepted and ignored.
+
+A key listed here may be stated with a neutral value, which asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ms_longctx.config.source import Entry, describe
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is refused: ``values`` when given, else everything that is not ``neutral``; and why."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()
+
+    def check(self, entry: Entry) -> None:
+        """Raise a :class:`ConfigError` when the entry asks for the missing feature."""
+        is_refused = entry.value in self.values if self.values else not self._is_neutral(entry.value)
+        if is_refused:
+            advice = f"; leave it at {json.dumps(self.neutral[0])}" if self.neutral else ""
+            raise entry.error(f"{describe(entry.value)} is refused: {self.reason}{advice}")
+
+    def _is_neutral(self, value: Any) -> bool:
+        return any(value == known and type(value) is type(known) for known in self.neutral)
+
+
+_DEVICES = "several devices are not built yet"
+_CONTEXT = "attention over several devices (ring, Ulysses) is not built yet"
+_GALORE = "the GaLore optimizers are not built yet"
+
+PLANNED: dict[str, Planned] = {
+    "parallel.dp": Planned(_DEVICES, neutral=(1,)),
+    "parallel.mp": Planned(_DEVICES, neutral=(1,)),
+    "parallel.sp": Planned(_DEVICES, neutral=(1,)),
+    "parallel.pp": Planned(_DEVICES, neutral=(1,)),
+    "parallel.cp": Planned(_DEVICES, neutral=(1,)),
+    "parallel.attention_mode": Planned(_CONTEXT, neutral=("none",)),
+    "parallel.ulysses_degree": Planned(_CONTEXT, neutral=(1, None)),
+    "parallel.micro_batch_num": Planned("pipeline parallelism is not built yet", neutral=(1, None)),
+    "parallel.optimizer_shard": Planned(_DEVICES, neutral=(False, None)),
+    "parallel.vocab_parallel": Planned(_DEVICES, neutral=(False, None)),
+    "optimizer.type": Planned(_GALORE, values=("galore", "qgalore", "galore_adamw", "qgalore_adamw")),
+    "optimizer.rank": Planned(_GALORE, neutral=(None,)),
+    "optimizer.quantization_bit": Planned(_GALORE, neutral=(None,)),
+    "train.objective": Planned("preference training is not built yet", values=("dpo", "grpo")),
+}
