@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verbs share: the parser, the configuration options and the ``--section.key value`` overrides."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ms_longctx.config import RunConfig, load_config
+from ms_longctx.errors import MsLongctxError
+
+# Options with a short name of their own, and the key each of them sets.
+_SHORTCUTS = {
+    "data_path": "data.path",
+    "device_target": "train.device_target",
+    "resume": "train.resume",
+    "output_dir": "train.output_dir",
+}
+
+
+class UsageError(MsLongctxError):
+    """A command line that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser that takes no abbreviations, knows ``--debug`` everywhere and raises instead of exiting."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+        self.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}{self._suggestion(message)}; see '{self.prog} --help'")
+
+    def _suggestion(self, message: str) -> str:
+        """The nearest option or choice to the word that argparse complains about."""
+        known = list(self._option_string_actions)
+        for action in self._actions:
+            known += [str(choice) for choice in action.choices or ()]
+        words = [word.strip("'\",").partition("=")[0] for word in message.split()]
+        if message.startswith("unrecognized arguments:"):
+            candidates = words[2:3]
+        else:
+            candidates = words[words.index("choice:") + 1 :][:1] if "choice:" in words else []
+        close = [match for word in candidates for match in difflib.get_close_matches(word, known, n=1)]
+        return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the options that choose and change a configuration; read them with :func:`load_run`."""
+    parser.add_argument("--config", metavar="NAME_OR_FILE", help="preset name or YAML file")
+    parser.add_argument("--parallel_config", metavar="FILE", help='strategy file, e.g. {"dp": 1, "mp": 1}')
+    parser.add_argument("--data_path", metavar="PATH", help="same as --data.path")
+    parser.add_argument(
+        "--device_target", metavar="NAME", help="auto, Ascend, GPU or CPU; same as --train.device_target"
+    )
+    parser.add_argument("--output_dir", metavar="DIR", help="same as --train.output_dir")
+    parser.set_defaults(overrides=[])
+    note = "Any key of the configuration can be set with '--section.key value', e.g. --train.max_steps 100."
+    parser.epilog = f"{parser.epilog}\n{note}" if parser.epilog else note
+
+
+def add_resume_option(parser: argparse.ArgumentParser) -> None:
+    """``--resume [DIR]``; alone it means the latest checkpoint of the output directory."""
+    parser.add_argument(
+        "--resume", nargs="?", const="latest", metavar="DIR", help="go on from DIR, or from the latest checkpoint"
+    )
+
+
+def load_run(args: argparse.Namespace) -> RunConfig:
+    """The checked configuration that a verb's options ask for.
+
+    Raises:
+        ConfigError: see :func:`ms_longctx.config.load_config`.
+    """
+    overrides = list(args.overrides)
+    for option, key in _SHORTCUTS.items():
+        value = getattr(args, option, None)
+        if value is not None:
+            overrides.append(f"--{key}={value}")
+    return load_config(args.config, overrides, args.parallel_config)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part arguments into ``(ordinary, overrides)``; an override is ``--section.key value`` or ``--section.key=value``.
+
+    Raises:
+        UsageError: an override has no value.
+    """
+    ordinary: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(argv)
+    for argument in remaining:
+        name, equals, _ = argument.partition("=")
+        if argument == "--":
+            return [*ordinary, argument, *remaining], overrides
+        if not name.startswith("--") or "." not in name:
+            ordinary.append(argument)
+            continue
+        if not equals:
+            value = next(remaining, None)
+            if value is None or value.startswith("--"):
+                raise UsageError(f"command line: {name}: a value is missing; expected '{name} VALUE'")
+            argument = f"{name}={value}"
+        overrides.append(argument)
+    return ordinary, overrides
