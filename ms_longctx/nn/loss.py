@@ -32,6 +32,7 @@ class _OperatorLoss(nn.Cell):
         return loss
 
     def bprop(self, hidden, weight, labels, out, dout):
+        one, zero = ops.ones((), ms.float32), ops.zeros((), ms.float32)
         grad_hidden = ()
         grad_weight = ops.zeros(weight.shape, ms.float32)
         for start in range(0, hidden.shape[0], self.chunk_tokens):
@@ -39,7 +40,7 @@ class _OperatorLoss(nn.Cell):
             target = labels[start : start + self.chunk_tokens]
             valid = ops.cast(target != IGNORE_INDEX, ms.float32)
             logits = ops.cast(self.project(chunk, weight), ms.float32)
-            one_hot = ops.one_hot(target, weight.shape[0], ops.ones((), ms.float32), ops.zeros((), ms.float32))
+            one_hot = ops.one_hot(target, weight.shape[0], one, zero)
             scale = ops.expand_dims(valid * dout, -1)
             grad = ops.cast((ops.softmax(logits, -1) - one_hot) * scale, hidden.dtype)
             grad_hidden = grad_hidden + (self.to_hidden(grad, weight),)

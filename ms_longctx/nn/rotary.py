@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the rotate-half layout of Llama."""
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the rotate-half layout of Llama."""
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused CPU operators: each ``make_*`` returns a callable for ``construct``, in graph mode and PyNative.
+
+All need the kernel library (:func:`ms_longctx.kernels.available`); the cells in :mod:`ms_longctx.nn` choose
+between them and MindSpore's operators. Values are fp32, or fp16 with fp32 arithmetic inside. Results do not
+depend on the number of threads: repeating a call gives the same bits.
+"""
+
+from ms_longctx.kernels.fused_elementwise import make_add_rms_norm, make_rms_norm, make_rotary, make_swiglu
+from ms_longctx.kernels.fused_state import make_adamw, make_global_norm
+
+__all__ = [
+    "make_adamw",
+    "make_add_rms_norm",
+    "make_global_norm",
+    "make_rms_norm",
+    "make_rotary",
+    "make_swiglu",
+]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that change tensors in place, and the reduction the optimizer needs before it may (csrc/fused_adamw.cc).
+
+MindSpore does not know that an input is changed, which is what keeps it from copying it first. Order is therefore
+the caller's duty: whatever reads the old value must feed the call, and whatever reads the new value must depend on
+its result (``ops.depend``).
+"""
+
+from collections.abc import Callable
+
+import mindspore as ms
+
+from ms_longctx.kernels.custom import operator
+
+
+def make_adamw(beta1: float, beta2: float, eps: float, weight_decay: float) -> Callable:
+    """AdamW as ``torch.optim.AdamW`` computes it, in place, for one group of k parameters in one call.
+
+    ``update(learning_rate, step, grad_scale, skip, params, exp_avg, exp_avg_sq, grads) -> done``
+
+    - ``learning_rate``: fp32 tensor of one element; ``step``: int32 tensor of one element, 1 for the first update;
+    - ``grad_scale``: fp32 tensor of one element the gradients are multiplied with (clipping, loss scale);
+    - ``skip``: bool tensor of one element; if true nothing is changed (overflow);
+    - ``params``, ``exp_avg``, ``exp_avg_sq``: tuples of k fp32 Parameters, all changed in place;
+    - ``grads``: tuple of k gradients, fp32 or fp16, each of the shape of its parameter;
+    - ``done``: int32 ``(1,)``, 1 or 0 (skipped). Return it, or ``ops.depend`` something on it, or the call is pruned.
+
+    ``grad_scale`` or ``skip`` must come from *all* gradients (:func:`make_global_norm`): it is what keeps a
+    parameter from changing while the backward pass still reads it.
+    """
+    update_all = operator(
+        "FusedAdamW",
+        lambda *shapes: [1],
+        lambda *dtypes: ms.int32,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(eps),
+        weight_decay=float(weight_decay),
+    )
+
+    def update(learning_rate, step, grad_scale, skip, params, exp_avg, exp_avg_sq, grads):
+        return update_all(learning_rate, step, grad_scale, skip, *params, *exp_avg, *exp_avg_sq, *grads)
+
+    return update
+
+
+def make_global_norm() -> Callable:
+    """``global_norm(grads) -> (norm, finite)`` of a tuple of fp32 or fp16 tensors.
+
+    ``norm``: fp32 ``(1,)``, square root of the sum of all squares (summed in fp64; it overflows only where the norm
+    itself exceeds fp32); ``finite``: bool ``(1,)``, whether no element is infinite or NaN.
+    """
+    reduce_all = operator(
+        "FusedGlobalNorm", lambda *shapes: ([1], [1]), lambda *dtypes: (ms.float32, ms.bool_)
+    )
+
+    def global_norm(grads):
+        return reduce_all(*grads)
+
+    return global_norm
