@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model section of a configuration: a Llama architecture under Hugging Face's field names (no MindSpore here)."""
+"""A Llama architecture under Hugging Face's field names: the model section of a configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class LlamaConfig:
         intermediate_size: width inside the MLP.
         num_hidden_layers: decoder layers.
         num_attention_heads: query heads.
-        num_key_value_heads: key/value heads; ``None`` means as many as query heads. Must divide the query heads.
+        num_key_value_heads: key/value heads; ``None`` means as many as query heads. Must divide the query
+            heads.
         head_dim: width of one head; ``None`` means ``hidden_size // num_attention_heads``.
         hidden_act: only ``silu`` (SwiGLU).
         max_position_embeddings: longest sequence, in tokens, the model is meant for.
@@ -55,13 +56,14 @@ class LlamaConfig:
         initializer_range: standard deviation of freshly initialised matrices.
         rms_norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: ``{"rope_type": default|linear|dynamic|yarn|longrope|llama3, ...}`` with transformers' keys;
-            the old spelling ``type`` is read as ``rope_type``. ``None`` means no scaling.
+        rope_scaling: ``{"rope_type": default|linear|dynamic|yarn|longrope|llama3, ...}`` with transformers'
+            keys; the old spelling ``type`` is read as ``rope_type``. ``None`` means no scaling.
         tie_word_embeddings: the output head is the embedding table.
         attention_bias: biases in the q, k, v and o projections.
         mlp_bias: biases in the gate, up and down projections.
         bos_token_id, eos_token_id, pad_token_id: special tokens; ``eos_token_id`` may be a list.
-        position_embedding: ``rope``, or ``alibi`` (linear biases on the attention scores instead of rotation).
+        position_embedding: ``rope``, or ``alibi`` (linear biases on the attention scores instead of
+            rotation).
         sliding_window: each token sees this many last tokens, itself included; ``None`` means all.
         use_flash_attention: the fused attention of the device; ``False`` means the plain reference.
         parallel_attention: one fused matrix for q, k and v (a layout in memory; files keep them apart).
@@ -96,7 +98,13 @@ class LlamaConfig:
     parallel_attention: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+        ):
             _require_positive(key, getattr(self, key), int)
         for key in ("max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_theta"):
             _require_positive(key, getattr(self, key), int if key.startswith("max") else float)
@@ -137,7 +145,9 @@ class LlamaConfig:
         if self.rope_scaling is None:
             return
         if self.position_embedding == "alibi":
-            raise MsLongctxError("rope_scaling has no effect with position_embedding = 'alibi'; remove one of them")
+            raise MsLongctxError(
+                "rope_scaling has no effect with position_embedding = 'alibi'; remove one of them"
+            )
         scaling = check_rope_scaling(self.rope_scaling, self.head_size)
         object.__setattr__(self, "rope_scaling", scaling)
 
@@ -162,7 +172,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
-        """Build a configuration from field names; an unknown name is an error that suggests the nearest one."""
+        """Build a configuration from field names; an unknown one is an error that suggests the nearest."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -175,7 +185,7 @@ class LlamaConfig:
 
 
 def check_rope_scaling(scaling: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return a copy of a ``rope_scaling`` mapping with ``rope_type`` spelled the new way, or say what is wrong.
+    """Return a copy of a ``rope_scaling`` mapping with the type under ``rope_type``, or say what is wrong.
 
     Raises:
         MsLongctxError: unknown type, unknown or missing key, or an impossible value.
@@ -186,7 +196,9 @@ def check_rope_scaling(scaling: dict[str, Any], head_dim: int) -> dict[str, Any]
     old_spelling = values.pop("type", None)
     kind = values.pop("rope_type", old_spelling)
     if old_spelling is not None and old_spelling != kind:
-        raise MsLongctxError(f"rope_scaling.type = {old_spelling!r} contradicts rope_scaling.rope_type = {kind!r}")
+        raise MsLongctxError(
+            f"rope_scaling.type = {old_spelling!r} contradicts rope_scaling.rope_type = {kind!r}"
+        )
     if kind not in ROPE_SCALING_KEYS:
         raise MsLongctxError(
             f"rope_scaling.rope_type = {kind!r} is unknown; expected one of {', '.join(ROPE_SCALING_KEYS)}"

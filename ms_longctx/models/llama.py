@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama: decoder layers of grouped-query attention and SwiGLU, with Hugging Face's parameter names."""
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ms_longctx.attention.flash import FlashAttention
+from ms_longctx.attention.mask import MaskSpec
+from ms_longctx.config.model import LlamaConfig
+from ms_longctx.nn.alibi import alibi_slopes
+from ms_longctx.nn.embedding import Embedding
+from ms_longctx.nn.kv_cache import KVCache
+from ms_longctx.nn.linear import Linear
+from ms_longctx.nn.loss import LinearCrossEntropy
+from ms_longctx.nn.mlp import MLP
+from ms_longctx.nn.norm import RMSNorm
+from ms_longctx.nn.rope import RotaryTables
+from ms_longctx.nn.rotary import RotaryEmbedding
+
+
+class LlamaAttention(nn.Cell):
+    """Grouped-query self-attention.
+
+    With ``parallel_attention`` one matrix ``qkv_proj`` gives all three projections. Its rows are grouped by
+    key/value head (that head's queries, then its key, then its value), so that it can be cut by heads.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: ms.Type) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_size
+        self.parallel_attention = config.parallel_attention
+        self.use_rope = config.position_embedding == "rope"
+        q_size, kv_size = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        options = (config.attention_bias, dtype, config.initializer_range)
+        if self.parallel_attention:
+            self.qkv_proj = Linear(config.hidden_size, q_size + 2 * kv_size, *options)
+        else:
+            self.q_proj = Linear(config.hidden_size, q_size, *options)
+            self.k_proj = Linear(config.hidden_size, kv_size, *options)
+            self.v_proj = Linear(config.hidden_size, kv_size, *options)
+        self.o_proj = Linear(q_size, config.hidden_size, *options)
+        self.rotary = RotaryEmbedding()
+        implementation = "auto" if config.use_flash_attention else "reference"
+        alibi = not self.use_rope
+        self.slopes = Tensor(alibi_slopes(self.num_heads)) if alibi else None
+        plain = MaskSpec(causal=True, window=config.sliding_window, alibi=alibi)
+        packed = MaskSpec(causal=True, window=config.sliding_window, alibi=alibi, documents=True)
+        self.attention = FlashAttention(plain, implementation=implementation)
+        self.packed_attention = FlashAttention(packed, implementation=implementation)
+
+    def construct(self, x, cos, sin, documents):
+        q, k, v = self.project(x, cos, sin)
+        if documents is None:
+            out = self.attention(q, k, v, None, None, self.slopes)
+        else:
+            out = self.packed_attention(q, k, v, documents, documents, self.slopes)
+        return self.o_proj(ops.reshape(out, x.shape[:-1] + (self.num_heads * self.head_dim,)))
+
+    def cached(self, x, cos, sin, cache, layer, offsets, kv_documents):
+        """Attend to everything in the cache, the tokens ``x`` included."""
+        q, k, v = self.project(x, cos, sin)
+        keys, values = cache.append(layer, k, v, offsets[0])
+        if kv_documents is None:
+            out = self.attention(q, keys, values, None, None, self.slopes, offsets)
+        else:
+            columns = ops.arange(x.shape[1]) + offsets[0]
+            q_documents = ops.gather(kv_documents, columns, 1)
+            out = self.packed_attention(q, keys, values, q_documents, kv_documents, self.slopes, offsets)
+        return self.o_proj(ops.reshape(out, x.shape[:-1] + (self.num_heads * self.head_dim,)))
+
+    def project(self, x, cos, sin):
+        """Queries ``(B, S, H, D)`` and keys and values ``(B, S, Hkv, D)``, rotated."""
+        batch, length = x.shape[:2]
+        if self.parallel_attention:
+            group = self.num_heads // self.kv_heads
+            qkv = ops.reshape(self.qkv_proj(x), (batch, length, self.kv_heads, group + 2, self.head_dim))
+            q = ops.reshape(qkv[:, :, :, :group], (batch, length, self.num_heads, self.head_dim))
+            k = qkv[:, :, :, group]
+            v = qkv[:, :, :, group + 1]
+        else:
+            q = ops.reshape(self.q_proj(x), (batch, length, self.num_heads, self.head_dim))
+            k = ops.reshape(self.k_proj(x), (batch, length, self.kv_heads, self.head_dim))
+            v = ops.reshape(self.v_proj(x), (batch, length, self.kv_heads, self.head_dim))
+        if self.use_rope:
+            q = self.rotary(q, cos, sin)
+            k = self.rotary(k, cos, sin)
+        return q, k, v
+
+
+class LlamaDecoderLayer(nn.Cell):
+    """Attention and MLP, each behind a norm and added to the residual stream ``(B, S, hidden)``."""
+
+    def __init__(self, config: LlamaConfig, dtype: ms.Type) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, dtype)
+        self.mlp = MLP(
+            config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.initializer_range
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def construct(self, x, cos, sin, documents):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def cached(self, x, cos, sin, cache, layer, offsets, kv_documents):
+        """The same layer over a chunk of tokens whose predecessors are in ``cache``."""
+        h = self.input_layernorm(x)
+        x = x + self.self_attn.cached(h, cos, sin, cache, layer, offsets, kv_documents)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Cell):
+    """Embedding, decoder layers and last norm: token ids ``(B, S)`` to hidden states ``(B, S, hidden)``."""
+
+    def __init__(self, config: LlamaConfig, dtype: ms.Type, compute_dtype: ms.Type) -> None:
+        super().__init__()
+        self.compute_dtype = compute_dtype
+        self.use_rope = config.position_embedding == "rope"
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, config.initializer_range)
+        self.layers = nn.CellList([LlamaDecoderLayer(config, dtype) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rope = RotaryTables(config) if self.use_rope else None
+
+    def construct(self, input_ids, position_ids=None, document_ids=None):
+        x = ops.cast(self.embed_tokens(input_ids), self.compute_dtype)
+        cos, sin = None, None
+        if self.use_rope:
+            cos, sin = self.rope(input_ids.shape[1], position_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, document_ids)
+        return self.norm(x)
+
+    def cached(self, input_ids, position_ids, cache, offsets, kv_documents):
+        """Hidden states of a chunk of tokens ``(B, C)`` whose predecessors are in ``cache``."""
+        x = ops.cast(self.embed_tokens(input_ids), self.compute_dtype)
+        cos, sin = None, None
+        if self.use_rope:
+            cos, sin = self.rope(cache.max_length, position_ids, cache.rope_length)
+        index = 0
+        for layer in self.layers:
+            x = layer.cached(x, cos, sin, cache, index, offsets, kv_documents)
+            index += 1
+        return self.norm(x)
+
+
+class LlamaForCausalLM(nn.Cell):
+    """A Llama language model.
+
+    Args:
+        config: the architecture.
+        dtype: type of the parameters.
+        compute_dtype: type of the activations and matrix products; ``None`` means ``dtype``. Norms, rotation,
+            softmax and loss are computed in fp32 anyway.
+
+    Inputs:
+        input_ids: ``(B, S)`` int32.
+        labels: ``(B, S)`` int32, already shifted (``labels[t]`` is the target of position t), -100 = no
+            target.
+        position_ids: ``(B, S)`` int32, restarting in each document; ``None`` means 0, 1, 2, ...
+        document_ids: ``(B, S)`` int32; tokens see only their own document, -1 is padding. ``None`` means that
+            each row is one document.
+
+    Returns:
+        Logits ``(B, S, V)`` without ``labels``, else the mean loss in nats a token, an fp32 scalar.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, dtype: ms.Type = ms.float32, compute_dtype: ms.Type | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.model = LlamaModel(config, dtype, compute_dtype or dtype)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, config.initializer_range)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.loss = LinearCrossEntropy()
+
+    def construct(self, input_ids, labels=None, position_ids=None, document_ids=None):
+        if labels is None:
+            return self.lm_head(self.model(input_ids, position_ids, document_ids))
+        total, count = self.loss_sum(input_ids, labels, position_ids, document_ids)
+        return total / ops.maximum(count, 1.0)
+
+    def loss_sum(self, input_ids, labels, position_ids=None, document_ids=None):
+        """Sum of the token losses in nats and the number of tokens with a target, both fp32 scalars."""
+        hidden = self.model(input_ids, position_ids, document_ids)
+        rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
+        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)))
+
+    def forward_cached(self, input_ids, position_ids, cache, offsets, kv_documents=None):
+        """Logits ``(B, V)`` of the last of the tokens ``(B, C)`` that follow those in ``cache``.
+
+        Args:
+            input_ids: ``(B, C)`` int32; C = a chunk of the prompt, or 1 when decoding.
+            position_ids: ``(B, C)`` int32 position of each token in its own row, padding not counted.
+            cache: a :class:`ms_longctx.nn.kv_cache.KVCache`; the chunk is appended.
+            offsets: int32 ``(2,)``: column of the cache the chunk begins at, and columns valid with the
+                chunk.
+            kv_documents: ``(B, cache.max_length)`` int32, -1 in padded columns, or ``None`` without padding.
+        """
+        hidden = self.model.cached(input_ids, position_ids, cache, offsets, kv_documents)
+        return self.lm_head(hidden[:, -1])
+
+    def set_recompute(self, enabled: bool = True) -> None:
+        """Keep only each decoder layer's input for the backward pass and compute the rest again."""
+        for layer in self.model.layers:
+            layer.recompute(mode=enabled)
+
+
+class CachedLlama(nn.Cell):
+    """A model and a cache as one callable for graph mode: see :meth:`LlamaForCausalLM.forward_cached`."""
+
+    def __init__(self, model: LlamaForCausalLM, cache: KVCache) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+        self.cache = cache
+
+    def construct(self, input_ids, position_ids, offsets, kv_documents=None):
+        return self.model.forward_cached(input_ids, position_ids, self.cache, offsets, kv_documents)
