@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None, script: tuple[str, str] | None = Non
 
 def verbs() -> list[str]:
     """Names of the verbs that exist."""
-    return [item.name for item in pkgutil.iter_modules(ms_longctx.cli.__path__) if item.name not in _FRAMEWORK]
+    modules = pkgutil.iter_modules(ms_longctx.cli.__path__)
+    return [module.name for module in modules if module.name not in _FRAMEWORK]
 
 
 def _run(arguments: list[str], script: tuple[str, str] | None) -> int:

@@ -25,7 +25,7 @@ class UsageError(MsLongctxError):
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that takes no abbreviations, knows ``--debug`` everywhere and raises instead of exiting."""
+    """ArgumentParser that takes no abbreviations, knows ``--debug`` everywhere and raises its errors."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -67,7 +67,11 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 def add_resume_option(parser: argparse.ArgumentParser) -> None:
     """``--resume [DIR]``; alone it means the latest checkpoint of the output directory."""
     parser.add_argument(
-        "--resume", nargs="?", const="latest", metavar="DIR", help="go on from DIR, or from the latest checkpoint"
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="DIR",
+        help="go on from checkpoint DIR, or from the latest one of the output directory",
     )
 
 
@@ -86,7 +90,7 @@ def load_run(args: argparse.Namespace) -> RunConfig:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part arguments into ``(ordinary, overrides)``; an override is ``--section.key value`` or ``--section.key=value``.
+    """Part arguments into ``(ordinary, overrides)``; each override becomes one ``--section.key=value``.
 
     Raises:
         UsageError: an override has no value.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from ms_longctx.config.load import load_config
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.config.presets import find_config, preset_names
+from ms_longctx.config.pretrained import merge_architecture
 from ms_longctx.config.sections import (
     DataConfig,
     EvaluateConfig,
@@ -33,5 +34,6 @@ __all__ = [
     "TrainConfig",
     "find_config",
     "load_config",
+    "merge_architecture",
     "preset_names",
 ]

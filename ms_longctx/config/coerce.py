@@ -22,7 +22,7 @@ _EXPECTED = {
 
 
 def coerce(entry: Entry, annotation: Any) -> Any:
-    """``entry.value`` as the type ``annotation`` asks for: exact kinds, except that an integer is a good number.
+    """``entry.value`` as the type ``annotation`` asks for: exact kinds, but an integer is a good number.
 
     Raises:
         ConfigError: the value is of another kind; the message says what was found and what was expected.
@@ -87,7 +87,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _wants_text(annotation: Any, value: Any) -> bool:
-    """A command line value goes to a text key as typed, unless it is a null or a list that the key takes too."""
+    """A command line value goes to a text key as typed, unless the key takes the null or list it is."""
     members = _members(annotation)
     takes_value = any(get_origin(member) is type(value) for member in members)
     return str in members and not takes_value and not (value is None and type(None) in members)

@@ -30,7 +30,7 @@ def load_config(
     Args:
         name_or_path: a file, the name of a preset, or ``None`` for the defaults alone.
         overrides: ``["--section.key", "value", "--section.key=value", ...]``; they win over both files.
-        parallel_config: strategy file (JSON or YAML) ``{"dp": 4, "mp": 2, ...}``; it wins over ``name_or_path``.
+        parallel_config: strategy file (JSON or YAML) ``{"dp": 4, "mp": 2, ...}``; wins over ``name_or_path``.
 
     Raises:
         ConfigError: one line ``where: key: what was found, what was expected``.
@@ -49,7 +49,7 @@ def load_config(
 
 
 class _Stated:
-    """The keys that the sources state, under their canonical names; a later source replaces an earlier one."""
+    """The keys that the sources state, under their canonical names; later sources replace earlier ones."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -63,7 +63,7 @@ class _Stated:
             if name in SECTIONS and written.value in (None, {}):
                 continue
             key, entry = canonical(name, written)
-            key, entry = self._nested(key, entry)
+            key, entry = self._nested(key, entry, fresh)
             _require_known(key, entry)
             twin = fresh.get(key)
             if twin is not None and twin.value != entry.value and entry.where != "command line":
@@ -93,7 +93,7 @@ class _Stated:
                 PLANNED[key].check(entry)
 
     def error(self, key: str, message: str) -> ConfigError:
-        """A :class:`ConfigError` that says where the key was written, or which source left it at its default."""
+        """A :class:`ConfigError` that says where the key was written, or which source left it out."""
         entry = self._entries.get(key) or Entry(None, key, self._source)
         return entry.error(message)
 
@@ -107,14 +107,14 @@ class _Stated:
             entry = self._entries.get(f"{name}.{field[0] if field else ''}")
             raise ConfigError(f"{entry.where if entry else self._source}: {name}.{error}") from error
 
-    def _nested(self, key: str, entry: Entry) -> tuple[str, Entry]:
+    def _nested(self, key: str, entry: Entry, fresh: dict[str, Entry]) -> tuple[str, Entry]:
         """``model.rope_scaling.factor`` changes one item of a mapping that the sources before it state."""
         section, _, rest = key.partition(".")
         field, _, item = rest.partition(".")
         outer = f"{section}.{field}"
         if not item or section not in SECTIONS or "dict[" not in str(_hints(section).get(field)):
             return key, entry
-        before = self._entries.get(outer)
+        before = fresh.get(outer) or self._entries.get(outer)
         base = dict(before.value) if before is not None and isinstance(before.value, dict) else {}
         return outer, replace(entry, value={**base, item: entry.value}, typed=None)
 
@@ -144,7 +144,7 @@ def _require_known(key: str, entry: Entry) -> None:
         raise entry.error(
             f"expected keys below this section, such as '{section}.{fields(SECTIONS[section])[0].name}'"
         )
-    if key in PLANNED or (section in SECTIONS and field in SECTIONS[section].__dataclass_fields__):
+    if key in PLANNED or (section in SECTIONS and field in _hints(section)):
         return
     raise entry.error(f"unknown key; {_suggestion(section, field)}")
 

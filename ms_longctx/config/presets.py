@@ -24,7 +24,7 @@ def preset_names() -> list[str]:
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The file behind ``llama-7b-32k``, ``llama-7b-32k.yaml``, ``yaml_configs/llama-7b-32k.yaml`` or any path.
+    """The file behind ``llama-7b-32k``, ``llama-7b-32k.yaml``, ``yaml_configs/llama-7b-32k.yaml`` or a path.
 
     A file or directory at that path wins over a preset of the same name.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that have the right type and still cannot be: ranges of single keys, and keys that contradict each other."""
+"""Values that have the right type and still cannot be: out of range, or in contradiction to each other."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def _check_lengths(run: RunConfig, fail: Fail) -> None:
     if is_length_known and data.seq_length > model.max_position_embeddings:
         raise fail(
             "data.seq_length",
-            f"{data.seq_length} is longer than model.max_position_embeddings = {model.max_position_embeddings}; "
-            "shorten it, or raise the model's length (with rope_scaling)",
+            f"{data.seq_length} is longer than model.max_position_embeddings = "
+            f"{model.max_position_embeddings}; shorten it, or raise the model's length (with rope_scaling)",
         )
 
 

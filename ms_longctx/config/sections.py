@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration file as dataclasses: one class a section, one field a key; names, types and defaults are the schema.
+"""The configuration file as dataclasses: one class a section, one field a key; this is the schema.
 
 ``None`` in a field means "not given"; what happens then stands in the field's description.
 """
@@ -14,11 +14,11 @@ from ms_longctx.config.model import LlamaConfig
 
 @dataclass(frozen=True)
 class ModelConfig(LlamaConfig):
-    """Section ``model``: every field of :class:`LlamaConfig` (Hugging Face names) and where the weights come from.
+    """Section ``model``: every field of :class:`LlamaConfig` (Hugging Face names), and the weights.
 
     Args:
-        pretrained: Hugging Face directory or ``.gguf`` file. Its architecture is used; keys that the run states
-            beside it must agree with it or are changes that keep the weights valid (``rope_scaling``, ...).
+        pretrained: Hugging Face directory or ``.gguf`` file. Its architecture is used; see
+            :func:`~ms_longctx.config.pretrained.merge_architecture` for keys that the run states beside it.
             ``None``: random weights.
     """
 
@@ -95,7 +95,7 @@ class OptimizerConfig:
 
     Args:
         learning_rate: peak learning rate.
-        warmup_steps, warmup_ratio: length of the linear warm-up, as optimizer steps or as a part of all steps.
+        warmup_steps, warmup_ratio: length of the linear warm-up, in optimizer steps or as a part of all.
         min_lr_ratio: last learning rate of ``cosine`` and ``linear`` as a part of the peak.
         max_grad_norm: global gradient norm to clip to. ``None``: no clipping.
     """
@@ -123,11 +123,11 @@ class TrainConfig:
         batch_size: sequences of one micro batch on one device.
         gradient_accumulation_steps: micro batches of one optimizer step.
         dtype: compute precision. ``fp16`` uses the dynamic loss scale below; ``bf16`` needs Ascend.
-        loss_scale_init, loss_scale_window, loss_scale_min: first scale, good steps before it doubles, its floor.
+        loss_scale_init, loss_scale_window, loss_scale_min: first scale, good steps until it doubles, floor.
         max_skipped_steps: skipped steps in a row after which training stops with an error.
         recompute: keep only layer inputs and recompute the rest in the backward pass.
         output_dir: checkpoints, metrics and pictures.
-        save_steps, eval_steps: optimizer steps between checkpoints and evaluations. ``None``: only at the end.
+        save_steps, eval_steps: optimizer steps between checkpoints, evaluations. ``None``: only at the end.
         keep_checkpoints: how many of the newest checkpoints stay on disk.
         log_steps: optimizer steps between log lines.
         resume: ``latest`` or a checkpoint directory. ``None``: a fresh start.
@@ -219,7 +219,7 @@ class RunConfig:
     given: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Every section as plain data, loadable again by :func:`ms_longctx.config.load_config` once dumped as YAML."""
+        """Every section as plain data; dumped as YAML, :func:`load_config` reads it back."""
         return {name: _plain(getattr(self, name)) for name in SECTIONS}
 
 

@@ -82,7 +82,7 @@ def read_sections(path: Path) -> list[Entry]:
 
 
 def read_overrides(arguments: Iterable[str]) -> list[Entry]:
-    """Entries of ``--section.key value`` and ``--section.key=value``; values are YAML (``null``, ``[a, b]``, ...).
+    """Entries of ``--section.key value`` and ``--section.key=value``; values are YAML (``null``, ...).
 
     Raises:
         ConfigError: an argument is not of that form.
@@ -178,8 +178,7 @@ def _refuse_duplicates(node: yaml.Node | None, name: str) -> None:
         line = key.start_mark.line + 1
         if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             if key.value in first_line:
-                raise ConfigError(
-                    f"{name}:{line}: {key.value}: the key stands here and in line {first_line[key.value]}; keep one"
-                )
+                before = first_line[key.value]
+                raise ConfigError(f"{name}:{line}: {key.value}: stands here and in line {before}; keep one")
             first_line[key.value] = line
         _refuse_duplicates(value, name)
