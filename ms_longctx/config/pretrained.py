@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of a run that starts from a checkpoint: the checkpoint's own, with the changes the run states."""
+"""Architecture of a run that starts from a checkpoint: the checkpoint's own with the run's changes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ def merge_architecture(run: RunConfig, checkpoint: LlamaConfig) -> LlamaConfig:
         stated, found = getattr(run.model, name), getattr(checkpoint, name)
         if name in _DECIDED_BY_WEIGHTS and stated != found:
             raise ConfigError(
-                f"model.{name}: {stated} contradicts the weights of {run.model.pretrained}, which have {found}; "
-                "remove the key"
+                f"model.{name}: {stated} contradicts the weights of {run.model.pretrained}, "
+                f"which have {found}; remove the key"
             )
         changes[name] = stated
     merged = replace(checkpoint, **changes)
     if run.data.seq_length > merged.max_position_embeddings:
         raise ConfigError(
-            f"data.seq_length: {run.data.seq_length} is longer than the {merged.max_position_embeddings} tokens "
-            f"of {run.model.pretrained}; shorten it, or set model.max_position_embeddings and model.rope_scaling"
+            f"data.seq_length: {run.data.seq_length} is longer than the {merged.max_position_embeddings} "
+            f"tokens of {run.model.pretrained}; shorten it, or set model.max_position_embeddings and "
+            "model.rope_scaling"
         )
     return merged
