@@ -78,6 +78,7 @@ RANGES: dict[str, Range] = {
     "generation.temperature": _FROM_ZERO,
     "generation.top_k": _FROM_ZERO,
     "generation.top_p": Range(0, 1, open_low=True),
+    "generation.min_p": _FRACTION,
     "generation.repetition_penalty": _POSITIVE,
     "generation.seed": _FROM_ZERO,
     "evaluate.max_samples": _COUNT,

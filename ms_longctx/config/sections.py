@@ -181,6 +181,7 @@ class GenerationConfig:
     Args:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the most likely tokens up to this probability; 1 keeps all.
+        min_p: drop tokens less likely than this part of the most likely one's probability; 0 keeps all.
         do_sample: draw from the distribution; ``False`` takes the most likely token.
         stop: strings that end the text and are not part of it.
     """
@@ -189,6 +190,7 @@ class GenerationConfig:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     do_sample: bool = False
     stop: list[str] = field(default_factory=list)
