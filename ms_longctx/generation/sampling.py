@@ -52,15 +52,23 @@ def distribution(logits: Logits, seen: Ids, settings: GenerationConfig) -> tuple
         kth = np.partition(scores, -settings.top_k)[-settings.top_k]
         ids = ids[scores >= kth]  # more than k where several are equal to the k-th
     if settings.top_p < 1.0:
-        rising = ids[np.argsort(scores[ids], kind="stable")]
-        dropped = np.cumsum(_softmax(scores[rising])) <= 1.0 - settings.top_p
-        dropped[-1] = False
-        ids = np.sort(rising[~dropped])
+        ids = _nucleus(ids, _softmax(scores[ids]), settings.top_p)
     probabilities = _softmax(scores[ids])
     if settings.min_p > 0.0:
         likely = probabilities >= settings.min_p * probabilities.max()
         ids, probabilities = ids[likely], probabilities[likely] / probabilities[likely].sum()
     return ids, probabilities
+
+
+def _nucleus(ids: Ids, probabilities: NDArray[np.float64], top_p: float) -> Ids:
+    """The most likely of ``ids``: those left out, from the least likely on, sum to 1 - top_p at most."""
+    # All that are this unlikely are left out together, whatever they are: only the others need sorting.
+    tail = probabilities <= (1.0 - top_p) / len(ids)
+    ids, left_out, probabilities = ids[~tail], probabilities[tail].sum(), probabilities[~tail]
+    rising = np.argsort(probabilities, kind="stable")
+    dropped = left_out + np.cumsum(probabilities[rising]) <= 1.0 - top_p
+    dropped[-1:] = False
+    return np.sort(ids[rising[~dropped]])
 
 
 def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:

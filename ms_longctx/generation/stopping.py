@@ -12,8 +12,8 @@ class StopStrings:
     """Cuts a text that arrives in pieces before the first stop string.
 
     The result does not depend on how the text is cut into pieces: the stop string that is complete first
-    counts (of several that end together the longest), and what follows it is dropped. A piece of text that may
-    yet become a stop string is held back until that is decided.
+    counts (of several that end together the longest), and what follows it is dropped. A piece of text that
+    may yet become a stop string is held back until that is decided.
 
     Args:
         stops: strings that end the text; they are not part of it.
