@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2), in place, that skips overflows."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from ms_longctx import kernels
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.optim.clip import GlobalNorm
+from ms_longctx.optim.groups import ParamGroup
+
+
+class AdamW(nn.Cell):
+    """``torch.optim.AdamW`` behind ``torch.nn.utils.clip_grad_norm_``, for graph mode and PyNative.
+
+    fp16 and bf16 parameters have an fp32 master copy here that the updates go to. Moments are fp32.
+
+    Args:
+        groups: what to train; see :func:`ms_longctx.optim.groups.decay_groups`.
+        betas: decay rates of the first and the second moment.
+        eps: added to the denominator.
+        max_grad_norm: global norm to clip to; ``None``: no clipping.
+
+    Inputs:
+        grads: gradients in the order of :attr:`parameters`, fp32, fp16 or bf16.
+        learning_rate: fp32 scalar tensor; groups multiply it with their ``lr_scale``.
+        grad_scale: fp32 scalar tensor the gradients are multiplied with first. With gradients summed over
+            micro batches it is ``1 / (loss scale * number of tokens)``.
+
+    Returns:
+        ``(norm, finite)``: global norm after ``grad_scale`` and before clipping, fp32 scalar; whether it is
+        finite, bool scalar. If it is not, nothing was changed: parameters, moments and step count.
+
+    Raises:
+        MsLongctxError: no parameters, a parameter in two groups, or an impossible value.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(auto_prefix=False)  # the names of the parameters are the model's
+        _check(groups, betas, eps, max_grad_norm)
+        self.groups = tuple(groups)
+        self.betas = tuple(betas)
+        self.eps = eps
+        self.max_grad_norm = max_grad_norm
+        self.parameters = ParameterTuple([param for group in groups for param in group.params])
+        self.step = Parameter(Tensor(0, ms.int32), name="step", requires_grad=False)
+        use_kernel = kernels.available() and ms.get_context("device_target") == "CPU"
+        update = _KernelUpdate if use_kernel else _OperatorUpdate
+        self.updates = nn.CellList([update(group, betas, eps) for group in groups], auto_prefix=False)
+        self.lr_scales = tuple(float(group.lr_scale) for group in groups)
+        stops = np.cumsum([len(group.params) for group in groups]).tolist()
+        self.ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
+        self.norm = GlobalNorm()
+
+    def construct(self, grads: tuple, learning_rate: Tensor, grad_scale: Tensor) -> tuple:
+        norm = self.norm(grads) * grad_scale
+        finite = ops.isfinite(norm)
+        if self.max_grad_norm is not None:
+            grad_scale = grad_scale * ops.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
+        step = self.step + ops.cast(finite, ms.int32)
+        for i, update in enumerate(self.updates):
+            start, stop = self.ranges[i]
+            done = update(grads[start:stop], learning_rate * self.lr_scales[i], step, grad_scale, finite)
+            norm = ops.depend(norm, done)
+        return ops.depend(norm, ops.assign(self.step, step)), finite
+
+    def state(self) -> dict[str, Parameter]:
+        """What a checkpoint has to keep, by name.
+
+        ``step`` and, per parameter, ``exp_avg.<name>``, ``exp_avg_sq.<name>`` and, where the parameter is not
+        fp32, ``master.<name>``.
+        """
+        state = {"step": self.step}
+        for update in self.updates:
+            state.update(update.state())
+        return state
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What shapes the updates beside the learning rate, as plain data for a checkpoint."""
+        return {
+            "betas": list(self.betas),
+            "eps": self.eps,
+            "groups": {
+                group.name: {
+                    "weight_decay": group.weight_decay,
+                    "lr_scale": group.lr_scale,
+                    "params": [param.name for param in group.params],
+                }
+                for group in self.groups
+            },
+        }
+
+    def load_state(self, arrays: dict[str, np.ndarray], hyperparameters: dict[str, Any]) -> None:
+        """Continue from :meth:`state` (as arrays) and :meth:`hyperparameters` of a checkpoint.
+
+        Raises:
+            MsLongctxError: names, shapes or hyperparameters differ from this optimizer's.
+        """
+        differences = _differences("optimizer", hyperparameters, self.hyperparameters())
+        state = self.state()
+        differences += [f"{name} is missing" for name in sorted(state.keys() - arrays.keys())]
+        differences += [f"{name} is not known" for name in sorted(arrays.keys() - state.keys())]
+        differences += [
+            f"{name} has shape {tuple(arrays[name].shape)}, expected {tuple(state[name].shape)}"
+            for name in sorted(state.keys() & arrays.keys())
+            if tuple(arrays[name].shape) != tuple(state[name].shape)
+        ]
+        if differences:
+            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+            raise MsLongctxError(
+                "the optimizer state does not fit this run: "
+                + "; ".join(differences[:3])
+                + more
+                + "; resume with the settings of the checkpoint or start a new run"
+            )
+        for name, param in state.items():
+            param.set_data(Tensor(arrays[name], param.dtype))
+
+
+class _Update(nn.Cell):
+    """State of one group. Subclasses update it in ``construct`` unless ``finite`` is false.
+
+    ``step`` is int32, 1 for the first update; the result only says that the update is done.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        super().__init__(auto_prefix=False)
+        self.params = ParameterTuple(group.params)
+        self.low_precision = tuple(param.dtype != ms.float32 for param in group.params)
+        pairs = list(zip(group.params, self.low_precision, strict=True))
+        # The parameter itself where it is fp32 already.
+        self.masters = ParameterTuple([_fp32_state(p, "master", p) if low else p for p, low in pairs])
+        self.exp_avg = ParameterTuple([_fp32_state(p, "exp_avg") for p in group.params])
+        self.exp_avg_sq = ParameterTuple([_fp32_state(p, "exp_avg_sq") for p in group.params])
+
+    def state(self) -> dict[str, Parameter]:
+        masters = [master for master, low in zip(self.masters, self.low_precision, strict=True) if low]
+        return {param.name: param for param in [*self.exp_avg, *self.exp_avg_sq, *masters]}
+
+    def round_masters(self, done: Tensor) -> Tensor:
+        """Copy the fp32 values to the low-precision parameters after ``done``."""
+        for i in range(len(self.params)):
+            if self.low_precision[i]:
+                rounded = ops.cast(ops.depend(self.masters[i], done), self.params[i].dtype)
+                done = ops.depend(done, ops.assign(self.params[i], rounded))
+        return done
+
+
+class _KernelUpdate(_Update):
+    """All parameters of the group in one call of the fused CPU kernel."""
+
+    def __init__(self, group: ParamGroup, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(group)
+        from ms_longctx.kernels.fused import make_adamw
+
+        self.kernel = make_adamw(*betas, eps, group.weight_decay)
+
+    def construct(
+        self, grads: tuple, learning_rate: Tensor, step: Tensor, grad_scale: Tensor, finite: Tensor
+    ) -> Tensor:
+        skip = ops.logical_not(finite)
+        state = (self.masters, self.exp_avg, self.exp_avg_sq)
+        return self.round_masters(self.kernel(learning_rate, step, grad_scale, skip, *state, grads))
+
+
+class _OperatorUpdate(_Update):
+    """MindSpore's AdamWeightDecay, which has no bias correction: it is moved into its scalars.
+
+    With ``c1 = 1 - beta1^t``, ``c2 = sqrt(1 - beta2^t)``: ``(m / c1) / (sqrt(v) / c2 + eps)`` is ``c2 / c1``
+    times ``m / (sqrt(v) + eps * c2)``, so learning rate, eps and decay become ``lr * c2 / c1``, ``eps * c2``
+    and ``decay * c1 / c2``.
+    """
+
+    def __init__(self, group: ParamGroup, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(group)
+        # The operator rounds the betas to fp32; the corrections have to belong to the same values.
+        self.beta1, self.beta2 = (Tensor(beta, ms.float32) for beta in betas)
+        self.log_beta1, self.log_beta2 = (math.log(max(float(np.float32(beta)), 1e-30)) for beta in betas)
+        self.eps = eps
+        self.weight_decay = group.weight_decay
+        self.adam = ops.AdamWeightDecay()
+
+    def construct(
+        self, grads: tuple, learning_rate: Tensor, step: Tensor, grad_scale: Tensor, finite: Tensor
+    ) -> Tensor:
+        done = ops.cast(finite, ms.int32)
+        if finite:
+            t = ops.cast(step, ms.float32)
+            c1 = -ops.expm1(t * self.log_beta1)
+            c2 = ops.sqrt(-ops.expm1(t * self.log_beta2))
+            rate, decay = learning_rate * c2 / c1, self.weight_decay * c1 / c2
+            scalars = (rate, self.beta1, self.beta2, self.eps * c2, decay)
+            for i in range(len(grads)):
+                grad = ops.cast(grads[i], ms.float32) * grad_scale
+                new = self.adam(self.masters[i], self.exp_avg[i], self.exp_avg_sq[i], *scalars, grad)
+                done = ops.depend(done, new)
+        return self.round_masters(done)
+
+
+def _fp32_state(param: Parameter, kind: str, value: Parameter | None = None) -> Parameter:
+    """fp32 companion ``<kind>.<name>`` of a parameter, zero or a copy of ``value``."""
+    state = param.clone(init="zeros" if value is None else "same")
+    state.set_dtype(ms.float32)
+    state.name = f"{kind}.{param.name}"
+    state.requires_grad = False
+    return state
+
+
+def _check(
+    groups: Sequence[ParamGroup], betas: tuple[float, float], eps: float, max_grad_norm: float | None
+) -> None:
+    names = [param.name for group in groups for param in group.params]
+    if not names:
+        raise MsLongctxError("the optimizer has no parameters: nothing in the model is trainable")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MsLongctxError(f"parameter {twice[0]} stands in the optimizer's groups more than once")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise MsLongctxError(f"optimizer.betas = {list(betas)} must be at least 0 and below 1")
+    if eps <= 0 or any(group.weight_decay < 0 for group in groups):
+        raise MsLongctxError("optimizer.eps must be above 0, optimizer.weight_decay must not be negative")
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise MsLongctxError(
+            f"optimizer.max_grad_norm = {max_grad_norm} must be above 0; null switches clipping off"
+        )
+
+
+def _differences(path: str, saved: Any, current: Any) -> list[str]:
+    """Where two trees of plain data differ, one line each."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        lines = []
+        for key in sorted(saved.keys() | current.keys()):
+            lines += _differences(f"{path}.{key}", saved.get(key), current.get(key))
+        return lines
+    return [] if saved == current else [f"{path} was {saved}, now it is {current}"]
