@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama: decoder layers of grouped-query attention and SwiGLU, with Hugging Face's parameter names."""
 
+from pathlib import Path
+from typing import Any
+
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.nn.utils import no_init_parameters
 
 from ms_longctx.attention.flash import FlashAttention
 from ms_longctx.attention.mask import MaskSpec
 from ms_longctx.config.model import LlamaConfig
+from ms_longctx.models.auto import open_checkpoint
+from ms_longctx.models.checkpoint import as_dtype, load_parameters
+from ms_longctx.models.hf import save_model
 from ms_longctx.nn.alibi import alibi_slopes
 from ms_longctx.nn.embedding import Embedding
 from ms_longctx.nn.kv_cache import KVCache
@@ -50,7 +57,7 @@ class LlamaAttention(nn.Cell):
         self.attention = FlashAttention(plain, implementation=implementation)
         self.packed_attention = FlashAttention(packed, implementation=implementation)
 
-    def construct(self, x, cos, sin, documents):
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
         if documents is None:
             out = self.attention(q, k, v, None, None, self.slopes)
@@ -58,7 +65,16 @@ class LlamaAttention(nn.Cell):
             out = self.packed_attention(q, k, v, documents, documents, self.slopes)
         return self.o_proj(ops.reshape(out, x.shape[:-1] + (self.num_heads * self.head_dim,)))
 
-    def cached(self, x, cos, sin, cache, layer, offsets, kv_documents):
+    def cached(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        layer: int,
+        offsets: Tensor,
+        kv_documents: Tensor | None,
+    ) -> Tensor:
         """Attend to everything in the cache, the tokens ``x`` included."""
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.append(layer, k, v, offsets[0])
@@ -70,7 +86,7 @@ class LlamaAttention(nn.Cell):
             out = self.packed_attention(q, keys, values, q_documents, kv_documents, self.slopes, offsets)
         return self.o_proj(ops.reshape(out, x.shape[:-1] + (self.num_heads * self.head_dim,)))
 
-    def project(self, x, cos, sin):
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, S, H, D)`` and keys and values ``(B, S, Hkv, D)``, rotated."""
         batch, length = x.shape[:2]
         if self.parallel_attention:
@@ -101,11 +117,20 @@ class LlamaDecoderLayer(nn.Cell):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def construct(self, x, cos, sin, documents):
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def cached(self, x, cos, sin, cache, layer, offsets, kv_documents):
+    def cached(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        layer: int,
+        offsets: Tensor,
+        kv_documents: Tensor | None,
+    ) -> Tensor:
         """The same layer over a chunk of tokens whose predecessors are in ``cache``."""
         h = self.input_layernorm(x)
         x = x + self.self_attn.cached(h, cos, sin, cache, layer, offsets, kv_documents)
@@ -122,9 +147,12 @@ class LlamaModel(nn.Cell):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, config.initializer_range)
         self.layers = nn.CellList([LlamaDecoderLayer(config, dtype) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.rope = RotaryTables(config) if self.use_rope else None
+        if self.use_rope:
+            self.rope = RotaryTables(config)
 
-    def construct(self, input_ids, position_ids=None, document_ids=None):
+    def construct(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
         x = ops.cast(self.embed_tokens(input_ids), self.compute_dtype)
         cos, sin = None, None
         if self.use_rope:
@@ -133,7 +161,14 @@ class LlamaModel(nn.Cell):
             x = layer(x, cos, sin, document_ids)
         return self.norm(x)
 
-    def cached(self, input_ids, position_ids, cache, offsets, kv_documents):
+    def cached(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cache: KVCache,
+        offsets: Tensor,
+        kv_documents: Tensor | None,
+    ) -> Tensor:
         """Hidden states of a chunk of tokens ``(B, C)`` whose predecessors are in ``cache``."""
         x = ops.cast(self.embed_tokens(input_ids), self.compute_dtype)
         cos, sin = None, None
@@ -173,25 +208,45 @@ class LlamaForCausalLM(nn.Cell):
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.companions: Path | None = None
         self.model = LlamaModel(config, dtype, compute_dtype or dtype)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, config.initializer_range)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.loss = LinearCrossEntropy()
 
-    def construct(self, input_ids, labels=None, position_ids=None, document_ids=None):
+    def construct(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         if labels is None:
             return self.lm_head(self.model(input_ids, position_ids, document_ids))
         total, count = self.loss_sum(input_ids, labels, position_ids, document_ids)
         return total / ops.maximum(count, 1.0)
 
-    def loss_sum(self, input_ids, labels, position_ids=None, document_ids=None):
+    def loss_sum(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Sum of the token losses in nats and the number of tokens with a target, both fp32 scalars."""
         hidden = self.model(input_ids, position_ids, document_ids)
         rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
         return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)))
 
-    def forward_cached(self, input_ids, position_ids, cache, offsets, kv_documents=None):
+    def forward_cached(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cache: KVCache,
+        offsets: Tensor,
+        kv_documents: Tensor | None = None,
+    ) -> Tensor:
         """Logits ``(B, V)`` of the last of the tokens ``(B, C)`` that follow those in ``cache``.
 
         Args:
@@ -204,6 +259,44 @@ class LlamaForCausalLM(nn.Cell):
         """
         hidden = self.model.cached(input_ids, position_ids, cache, offsets, kv_documents)
         return self.lm_head(hidden[:, -1])
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        dtype: ms.Type | str = ms.float32,
+        compute_dtype: ms.Type | str | None = None,
+        **overrides: Any,
+    ) -> "LlamaForCausalLM":
+        """Load a Hugging Face directory or a GGUF file.
+
+        Args:
+            path: a directory with ``config.json`` and safetensors, or a ``.gguf`` file (dequantized).
+            dtype, compute_dtype: as of the class, or names such as ``bf16``.
+            overrides: fields of :class:`LlamaConfig` to replace, for example ``parallel_attention=True``.
+
+        Raises:
+            MsLongctxError: files are missing or broken, or do not describe a supported model.
+        """
+        source = open_checkpoint(Path(path), **overrides)
+        with no_init_parameters():
+            model = cls(source.config, as_dtype(dtype), as_dtype(compute_dtype or dtype))
+        load_parameters(model, source)
+        model.companions = source.path if source.path.is_dir() else None
+        return model
+
+    def save_pretrained(
+        self, path: str | Path, dtype: ms.Type | str | None = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Write a Hugging Face directory: ``config.json``, safetensors, and the tokenizer it was loaded with.
+
+        Args:
+            path: the directory; it appears when it is complete.
+            dtype: type of the stored tensors; ``None`` means that of the parameters.
+            max_shard_size: bytes, or for example ``5GB``; a larger model is split into several files.
+        """
+        stored = as_dtype(dtype or self.dtype)
+        save_model(self, self.config, Path(path), stored, max_shard_size, self.companions)
 
     def set_recompute(self, enabled: bool = True) -> None:
         """Keep only each decoder layer's input for the backward pass and compute the rest again."""
@@ -219,5 +312,7 @@ class CachedLlama(nn.Cell):
         self.model = model
         self.cache = cache
 
-    def construct(self, input_ids, position_ids, offsets, kv_documents=None):
+    def construct(
+        self, input_ids: Tensor, position_ids: Tensor, offsets: Tensor, kv_documents: Tensor | None = None
+    ) -> Tensor:
         return self.model.forward_cached(input_ids, position_ids, self.cache, offsets, kv_documents)

@@ -155,14 +155,16 @@ class RotaryTables(nn.Cell):
         @functools.lru_cache(maxsize=4)
         def frequency_rows(length: int) -> Tensor:
             base = rope_frequencies(config, 1)[0]
-            rows = _dynamic(base, config.rope_scaling, np.arange(length + 1)[:, None], self.original)
+            rows = _dynamic(base, config.rope_scaling or {}, np.arange(length + 1)[:, None], self.original)
             return Tensor(rows.astype(np.float32))
 
         self.table = constexpr(table)
         self.frequency_rows = constexpr(frequency_rows)
         self.gather = ops.Gather()
 
-    def construct(self, seq_length, position_ids=None, rope_length=None):
+    def construct(
+        self, seq_length: int, position_ids: Tensor | None = None, rope_length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         if position_ids is None:
             length = seq_length if rope_length is None else rope_length
             return self._full_width(ops.expand_dims(self.table(seq_length, length), 0))
@@ -178,13 +180,13 @@ class RotaryTables(nn.Cell):
             return self._full_width(ops.select(lengths > self.original, long, short))
         return self._full_width(self.gather(self.table(longest, 1), position_ids, 0))
 
-    def _dynamic_rows(self, position_ids, longest):
+    def _dynamic_rows(self, position_ids: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Each row with the frequencies of its own length; these angles are fp32 as the length is data."""
         lengths = position_ids.max(-1, keepdims=True) + 1
         inv_freq = self.gather(self.frequency_rows(longest), lengths, 0)
         angles = ops.expand_dims(ops.cast(position_ids, ms.float32), -1) * inv_freq
         return self._full_width(ops.concat((ops.cos(angles), ops.sin(angles)), -1))
 
-    def _full_width(self, rows):
+    def _full_width(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = ops.chunk(rows, 2, -1)
         return ops.concat((cos, cos), -1), ops.concat((sin, sin), -1)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face model directories: weights in (sharded) safetensors, read and written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from ms_longctx.config.model import LlamaConfig
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.checkpoint import StoredPart, stored_parts
+from ms_longctx.models.hf_config import read_config, read_json, write_config
+from ms_longctx.models.safetensors_io import StoredTensor, read_header, tensor_bytes, write_file
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Files beside the weights that belong to a model and are copied as they are.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_FILE_TYPES = {
+    ms.float32: ("F32", "float32"),
+    ms.float16: ("F16", "float16"),
+    ms.bfloat16: ("BF16", "bfloat16"),
+}
+_SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+
+
+class HfCheckpoint:
+    """A Hugging Face directory as a :class:`ms_longctx.models.checkpoint.TensorSource`.
+
+    Args:
+        folder: holds ``config.json`` and ``model.safetensors``, or the sharded form with its index.
+        overrides: configuration fields to replace.
+
+    Raises:
+        MsLongctxError: a file is missing, broken or does not fit the index.
+    """
+
+    def __init__(self, folder: Path, **overrides: Any) -> None:
+        self.path = folder
+        self.config = read_config(folder, **overrides)
+        self._tensors = _find_tensors(folder)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by its name."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """The values of one tensor: fp32 (also for bf16) or fp16."""
+        return self._tensors[name].read()
+
+
+def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise MsLongctxError(
+            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; convert the weights to safetensors"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise MsLongctxError(f"{index}: has no weight_map")
+    headers = {shard: read_header(folder / shard) for shard in sorted(set(weight_map.values()))}
+    tensors = {}
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            raise MsLongctxError(f"{folder / shard}: lacks {name}, which the index places there")
+        tensors[name] = headers[shard][name]
+    return tensors
+
+
+def save_model(
+    model: nn.Cell,
+    config: LlamaConfig,
+    folder: Path,
+    dtype: ms.Type,
+    max_shard_size: int | str = "5GB",
+    companions: Path | None = None,
+) -> None:
+    """Write a model directory that appears only when it is complete.
+
+    Args:
+        model: its parameters carry Hugging Face's names.
+        config: the model's configuration.
+        folder: where to; weights of an earlier model there are replaced.
+        dtype: type of all tensors in the files.
+        max_shard_size: bytes, or for example ``5GB``; a larger model is split into several files.
+        companions: directory whose tokenizer and generation files are copied, if any.
+
+    Raises:
+        MsLongctxError: the directory cannot be written, or an argument is impossible.
+    """
+    file_type, torch_name = _FILE_TYPES[dtype]
+    shards = _plan_shards(stored_parts(model, config), file_type, parse_size(max_shard_size))
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    try:
+        partial.mkdir(parents=True)
+        try:
+            _write_shards(shards, partial, file_type, dtype)
+            write_config(config, partial, torch_name)
+            for name in COMPANIONS:
+                if companions is not None and (companions / name).is_file():
+                    shutil.copyfile(companions / name, partial / name)
+            _publish(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise MsLongctxError(f"{folder}: the model cannot be written ({error})") from error
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from ``500MB``, ``5GB`` (powers of ten, as transformers counts)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", str(size).strip().upper())
+    if match is None or float(match[1]) <= 0:
+        raise MsLongctxError(f"max_shard_size = {size!r} is not a size; expected for example '5GB'")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def _plan_shards(parts: list[StoredPart], file_type: str, limit: int) -> list[list[StoredPart]]:
+    """Consecutive tensors up to ``limit`` bytes a file; a larger tensor has a file of its own."""
+    shards: list[list[StoredPart]] = [[]]
+    used = 0
+    for part in parts:
+        size = tensor_bytes(file_type, part.shape)
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(part)
+        used += size
+    return shards
+
+
+def _write_shards(shards: list[list[StoredPart]], folder: Path, file_type: str, dtype: ms.Type) -> None:
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    else:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, parts in zip(names, shards, strict=True):
+        shapes = {part.name: part.shape for part in parts}
+        write_file(folder / name, file_type, shapes, _bits(parts, dtype))
+    if len(shards) > 1:
+        total = sum(tensor_bytes(file_type, part.shape) for parts in shards for part in parts)
+        weight_map = {part.name: name for name, parts in zip(names, shards, strict=True) for part in parts}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _bits(parts: list[StoredPart], dtype: ms.Type) -> Iterator[np.ndarray]:
+    for part in parts:
+        array = part.values(dtype)
+        yield array.view(np.uint16) if dtype == ms.bfloat16 else array
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Give a complete directory its name, or move its files over an existing one, configuration last."""
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    fresh = sorted(partial.iterdir(), key=lambda path: path.suffix == ".json")
+    stale = {*folder.glob("model*.safetensors"), *folder.glob(INDEX_FILE)}
+    for path in stale - {folder / path.name for path in fresh}:
+        path.unlink()
+    for path in fresh:
+        path.replace(folder / path.name)
