@@ -71,7 +71,9 @@ def _run(arguments: list[str], script: tuple[str, str] | None) -> int:
         module.add_parser(subparsers)
     if script is not None:
         subparsers.choices[script[1]].prog = script[0]
-    args = parser.parse_args(ordinary)
+    args, unknown = parser.parse_known_args(ordinary)
+    if unknown:
+        subparsers.choices.get(args.verb, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.verb is None:
         parser.print_help()
         return EXIT_BAD_INPUT

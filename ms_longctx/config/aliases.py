@@ -79,6 +79,7 @@ _NAMES = {
     "parallel.data_parallel": "parallel.dp",
     "parallel.model_parallel": "parallel.mp",
     "parallel.tensor_parallel": "parallel.mp",
+    "parallel.tp": "parallel.mp",
     "parallel.pipeline_stage": "parallel.pp",
     "model.context_length": "model.max_position_embeddings",
     "data.max_length": "data.seq_length",

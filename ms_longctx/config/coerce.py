@@ -7,7 +7,7 @@ import math
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ms_longctx.config.source import ConfigError, Entry, describe
+from ms_longctx.config.source import Entry, describe
 
 _EXPECTED = {
     bool: "true or false",
@@ -19,6 +19,8 @@ _EXPECTED = {
     dict: "a mapping",
     type(None): "null",
 }
+
+_PLURAL = {"text": "texts", "an integer": "integers"}
 
 
 def coerce(entry: Entry, annotation: Any) -> Any:
@@ -96,15 +98,14 @@ def _wants_text(annotation: Any, value: Any) -> bool:
 def _expected(annotation: Any) -> list[str]:
     words = []
     for member in _members(annotation):
-        origin = get_origin(member)
+        origin, arguments = get_origin(member), get_args(member)
         if origin is Literal:
-            words.append("one of " + ", ".join(get_args(member)))
+            words.append(f"{'one of ' if len(arguments) > 1 else ''}{', '.join(arguments)}")
         elif origin is tuple:
-            words.append(f"a list of {len(get_args(member))} numbers")
+            words.append(f"a list of {len(arguments)} numbers")
         elif origin is list:
-            words.append(
-                "a list of " + {"an integer": "integers"}.get(_expected(get_args(member)[0])[0], "texts")
-            )
+            item = _expected(arguments[0])[0].removeprefix("one of ")
+            words.append(f"a list of {_PLURAL.get(item, item)}")
         else:
             words.append(_EXPECTED[origin or member])
     return words
@@ -115,6 +116,3 @@ def _hint(entry: Entry, annotation: Any) -> str:
     if isinstance(value, (int, float)) and str in _members(annotation) and entry.typed is None:
         return "; put it in quotes"
     return ""
-
-
-__all__ = ["ConfigError", "coerce"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -141,27 +141,30 @@ def _hints(section: str) -> dict[str, Any]:
 def _require_known(key: str, entry: Entry) -> None:
     section, _, field = key.partition(".")
     if section in SECTIONS and not field:
-        raise entry.error(
-            f"expected keys below this section, such as '{section}.{fields(SECTIONS[section])[0].name}'"
-        )
+        first = next(iter(_hints(section)))
+        raise entry.error(f"expected keys below this section, such as '{section}.{first}'")
     if key in PLANNED or (section in SECTIONS and field in _hints(section)):
         return
     raise entry.error(f"unknown key; {_suggestion(section, field)}")
 
 
 def _suggestion(section: str, field: str) -> str:
-    """The nearest valid key: in the same section first, then by its last part in any section."""
-    everything = [f"{name}.{item.name}" for name, kind in SECTIONS.items() for item in fields(kind)]
-    here = [key for key in everything if key.startswith(f"{section}.")]
-    wanted = f"{section}.{field}" if field else section
-    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.75)
-    if not close:
-        last = wanted.rsplit(".", 1)[-1]
-        by_field = {key.split(".", 1)[1]: key for key in reversed(everything)}
-        close = [by_field[name] for name in difflib.get_close_matches(last, by_field, n=1, cutoff=0.75)]
-    if not close:
-        close = difflib.get_close_matches(wanted, here or everything, n=1)
-    if close:
-        return f"did you mean '{close[0]}'?"
-    known = here or list(SECTIONS)
+    """What the user may have meant: the nearest key of that section, or of any other."""
+    by_field = {key: name for name in reversed(SECTIONS) for key in _hints(name)}
+    here = list(_hints(section)) if section in SECTIONS else []
+    last = (field or section).rsplit(".", 1)[-1]
+    nearest_section = "".join(_close(section, SECTIONS, 0.6))
+    if not here and nearest_section and (not field or field in _hints(nearest_section)):
+        return f"did you mean '{nearest_section}{'.' if field else ''}{field}'?"
+    if last in by_field:
+        return f"did you mean '{by_field[last]}.{last}'?"
+    if near := _close(field, here, 0.6):
+        return f"did you mean '{section}.{near[0]}'?"
+    if near := _close(last, by_field, 0.75):
+        return f"did you mean '{by_field[near[0]]}.{near[0]}'?"
+    known = [f"{section}.{name}" for name in here] or list(SECTIONS)
     return f"known {'keys' if here else 'sections'}: {', '.join(known)}"
+
+
+def _close(word: str, known: Iterable[str], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -6,11 +6,10 @@ A key listed here may be stated with a neutral value, which asks for nothing.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from ms_longctx.config.source import Entry, describe
+from ms_longctx.config.source import Entry, show
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Planned:
         """Raise a :class:`ConfigError` when the entry asks for the missing feature."""
         is_refused = entry.value in self.values if self.values else not self._is_neutral(entry.value)
         if is_refused:
-            advice = f"; leave it at {json.dumps(self.neutral[0])}" if self.neutral else ""
-            raise entry.error(f"{describe(entry.value)} is refused: {self.reason}{advice}")
+            advice = f"; leave it at {show(self.neutral[0])}" if self.neutral else ""
+            raise entry.error(f"{show(entry.value)} is refused: {self.reason}{advice}")
 
     def _is_neutral(self, value: Any) -> bool:
         return any(value == known and type(value) is type(known) for known in self.neutral)

@@ -67,7 +67,7 @@ def read_sections(path: Path) -> list[Entry]:
             raise ConfigError(f"{path}: expected sections such as 'model:' at the top level, found {found}")
         loader.flatten_mapping(node)
         for key, content in node.value:
-            if isinstance(content, yaml.MappingNode):
+            if isinstance(content, yaml.MappingNode) and content.value:
                 loader.flatten_mapping(content)
                 pairs = [(f"{key.value}.{child.value}", child, value) for child, value in content.value]
             else:
@@ -118,8 +118,15 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def show(value: Any) -> str:
+    """A value as YAML writes it, short enough for one line."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def describe(value: Any) -> str:
-    """A value and its kind in the user's words, short enough for one line."""
+    """A value and its kind in the user's words."""
     kinds = {
         bool: "true or false",
         int: "an integer",
@@ -127,12 +134,9 @@ def describe(value: Any) -> str:
         str: "text",
         dict: "a mapping",
         list: "a list",
+        type(None): "nothing",
     }
-    if value is None:
-        return "nothing (null)"
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{shown} ({kinds.get(type(value), type(value).__name__)})"
+    return f"{show(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 @contextmanager
@@ -161,7 +165,7 @@ def _yaml_value(text: str) -> Any:
 
 def _yaml_message(error: yaml.YAMLError, name: str) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
     if mark is None:
         return f"{name}: is not valid YAML: {problem}"
     return f"{name}:{mark.line + 1}: is not valid YAML: {problem} (column {mark.column + 1})"
