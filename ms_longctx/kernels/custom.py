@@ -11,14 +11,18 @@ from ms_longctx import kernels
 
 
 def operator(
-    name: str, out_shape: Callable, out_dtype: Callable, bprop: Callable | None = None, **attributes: int | float
+    name: str,
+    out_shape: Callable,
+    out_dtype: Callable,
+    bprop: Callable | None = None,
+    **attributes: int | float,
 ) -> ops.Custom:
     """An operator of the kernel library, for graph mode and PyNative.
 
     Args:
         name: its C symbol.
         out_shape, out_dtype: functions from the shapes (dtypes) of all inputs to those of the results.
-        bprop: gradient function ``(*inputs, out, dout) -> gradients``; a ``def``, because graph mode parses it.
+        bprop: gradient ``(*inputs, out, dout) -> gradients``; a ``def``, because graph mode parses it.
         attributes: numbers the operator reads once, when it is set up.
     """
     custom = ops.Custom(f"{kernels.library_path()}:{name}", out_shape, out_dtype, "aot", bprop)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, rotary embedding and SwiGLU as one operator each, with gradients (csrc/fused_{norm,rotary,swiglu}.cc)."""
+"""RMSNorm, rotary embedding and SwiGLU as one operator each (csrc/fused_{norm,rotary,swiglu}.cc)."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from ms_longctx.kernels.custom import operator
 
 
 def make_rms_norm(eps: float) -> Callable:
-    """``norm(x, weight)``: RMSNorm of ``x (..., n)`` fp32 or fp16 with ``weight (n,)`` fp32; the result is like x."""
+    """``norm(x, weight)``: RMSNorm of ``x (..., n)`` fp32 or fp16, ``weight (n,)`` fp32; result like x."""
     grad = operator("FusedRmsNormGrad", lambda x, w, r, d: (x, w), lambda x, w, r, d: (x, w))
 
     def bprop(x, weight, out, dout):
@@ -27,7 +27,7 @@ def make_rms_norm(eps: float) -> Callable:
 
 
 def make_add_rms_norm(eps: float) -> Callable:
-    """``add_norm(x, delta, weight) -> (x + delta, RMSNorm(x + delta))``; types as in :func:`make_rms_norm`."""
+    """``add_norm(x, delta, weight) -> (x + delta, RMSNorm(x + delta))``; types as in `make_rms_norm`."""
     grad = operator("FusedAddRmsNormGrad", lambda x, w, r, s, d: (x, w), lambda x, w, r, s, d: (x, w))
 
     def bprop(x, delta, weight, out, dout):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that change tensors in place, and the reduction the optimizer needs before it may (csrc/fused_adamw.cc).
+"""Operators that change tensors in place, and the norm the optimizer needs first (csrc/fused_adamw.cc).
 
-MindSpore does not know that an input is changed, which is what keeps it from copying it first. Order is therefore
-the caller's duty: whatever reads the old value must feed the call, and whatever reads the new value must depend on
-its result (``ops.depend``).
+MindSpore does not know that an input is changed, which is what keeps it from copying it first. Order is
+therefore the caller's duty: whatever reads the old value must feed the call, and whatever reads the new value
+must depend on its result (``ops.depend``).
 """
 
 from collections.abc import Callable
@@ -18,12 +18,14 @@ def make_adamw(beta1: float, beta2: float, eps: float, weight_decay: float) -> C
 
     ``update(learning_rate, step, grad_scale, skip, params, exp_avg, exp_avg_sq, grads) -> done``
 
-    - ``learning_rate``: fp32 tensor of one element; ``step``: int32 tensor of one element, 1 for the first update;
+    - ``learning_rate``: fp32 tensor of one element;
+    - ``step``: int32 tensor of one element, 1 for the first update;
     - ``grad_scale``: fp32 tensor of one element the gradients are multiplied with (clipping, loss scale);
     - ``skip``: bool tensor of one element; if true nothing is changed (overflow);
     - ``params``, ``exp_avg``, ``exp_avg_sq``: tuples of k fp32 Parameters, all changed in place;
     - ``grads``: tuple of k gradients, fp32 or fp16, each of the shape of its parameter;
-    - ``done``: int32 ``(1,)``, 1 or 0 (skipped). Return it, or ``ops.depend`` something on it, or the call is pruned.
+    - ``done``: int32 ``(1,)``, 1 or 0 (skipped). Return it, or ``ops.depend`` something on it, or the call is
+      pruned.
 
     ``grad_scale`` or ``skip`` must come from *all* gradients (:func:`make_global_norm`): it is what keeps a
     parameter from changing while the backward pass still reads it.
@@ -47,7 +49,7 @@ def make_adamw(beta1: float, beta2: float, eps: float, weight_decay: float) -> C
 def make_global_norm() -> Callable:
     """``global_norm(grads) -> (norm, finite)`` of a tuple of fp32 or fp16 tensors.
 
-    ``norm``: fp32 ``(1,)``, square root of the sum of all squares (summed in fp64; it overflows only where the norm
+    ``norm``: fp32 ``(1,)``, square root of the sum of all squares (in fp64; it overflows only where the norm
     itself exceeds fp32); ``finite``: bool ``(1,)``, whether no element is infinite or NaN.
     """
     reduce_all = operator(

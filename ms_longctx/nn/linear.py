@@ -29,7 +29,7 @@ class Linear(nn.Cell):
         bias: bool = False,
         dtype: ms.Type = ms.float32,
         std: float = 0.02,
-    ):
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features

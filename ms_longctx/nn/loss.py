@@ -4,13 +4,15 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ms_longctx.nn.backend import implementation as choose
+
 IGNORE_INDEX = -100
 
 
 class _OperatorLoss(nn.Cell):
     """Chunked loss of plain operators; the backward pass computes the logits of each chunk again."""
 
-    def __init__(self, chunk_tokens: int):
+    def __init__(self, chunk_tokens: int) -> None:
         super().__init__()
         self.chunk_tokens = chunk_tokens
         self.project = ops.MatMul(transpose_b=True)
@@ -52,22 +54,39 @@ class _OperatorLoss(nn.Cell):
 class LinearCrossEntropy(nn.Cell):
     """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, never holding all logits.
 
+    In training mode (``set_train``) the CPU kernel computes the gradients together with the loss; otherwise a
+    backward pass, should there be one, computes the logits again. Both give the same numbers.
+
     Args:
         chunk_tokens: how many tokens' logits ``(chunk_tokens, V)`` may exist at once.
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
 
     Inputs:
         hidden: ``(N, h)``, fp32, fp16 or bf16.
-        weight: ``(V, h)``; cast to the type of ``hidden`` (the tied embedding or the output layer).
+        weight: ``(V, h)``: the output layer or the tied embedding.
         labels: ``(N,)`` int32 class of each row, already shifted; -100 is left out.
 
     Returns:
         ``(loss_sum, n_valid)``: fp32 scalars, the sum in nats and the number of rows that count.
     """
 
-    def __init__(self, chunk_tokens: int = 1024):
+    def __init__(self, chunk_tokens: int = 256, implementation: str = "auto") -> None:
         super().__init__()
-        self.loss = _OperatorLoss(chunk_tokens)
+        self.use_kernel = False
+        if choose(implementation) == "cpu_kernel":
+            from ms_longctx.kernels.fused import has_gemm, make_linear_cross_entropy
 
-    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple:
+            self.use_kernel = has_gemm()
+        if self.use_kernel:
+            self.train_kernel = make_linear_cross_entropy(chunk_tokens, True)
+            self.kernel = make_linear_cross_entropy(chunk_tokens, False)
+        else:
+            self.loss = _OperatorLoss(chunk_tokens)
+
+    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.use_kernel:
+            if self.training:
+                return self.train_kernel(hidden, weight, labels)
+            return self.kernel(hidden, weight, labels)
         n_valid = ops.cast(labels != IGNORE_INDEX, ms.float32).sum()
         return self.loss(hidden, ops.cast(weight, hidden.dtype), labels), n_valid

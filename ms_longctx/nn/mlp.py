@@ -4,13 +4,31 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ms_longctx.nn.backend import implementation as choose
 from ms_longctx.nn.linear import Linear
 
 
 class SwiGLU(nn.Cell):
-    """``silu(gate) * up``, computed in fp32; inputs and result share shape and type."""
+    """``silu(gate) * up``, computed in fp32; inputs and result share shape and type.
+
+    Args:
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
+    """
+
+    def __init__(self, implementation: str = "auto") -> None:
+        super().__init__()
+        self.implementation = choose(implementation)
+        if self.implementation == "cpu_kernel":
+            from ms_longctx.kernels.fused import make_swiglu
+
+            self.kernel = make_swiglu()
 
     def construct(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.implementation == "cpu_kernel":
+            return self.kernel(gate, up)
+        if self.implementation == "ascend":
+            # Keeps two tensors for the backward pass; silu(gate) * up keeps three.
+            return ops.swiglu(ops.concat((gate, up), -1), -1)
         g = ops.cast(gate, ms.float32)
         return ops.cast(g * ops.sigmoid(g) * ops.cast(up, ms.float32), gate.dtype)
 
@@ -33,7 +51,7 @@ class MLP(nn.Cell):
         bias: bool = False,
         dtype: ms.Type = ms.float32,
         std: float = 0.02,
-    ):
+    ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, dtype, std)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, dtype, std)

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // AdamW (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW orders it) that changes parameters and moments in
 // place, and the global norm of many gradients.
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "simd.h"
+#include "fused_common.h"
 
 namespace MLK_ISA {
 namespace {
@@ -24,6 +23,20 @@ std::vector<Block> split(const AotArgs& a, int first, int count) {
     for (int64_t i = 0; i < n; i += kBlock) blocks.push_back({t, i, std::min(n, i + kBlock)});
   }
   return blocks;
+}
+
+bool all_fp32(const AotArgs& a, int first, int count) {
+  for (int t = first; t < first + count; t++) {
+    if (!a.is(t, "float32")) return false;
+  }
+  return true;
+}
+
+bool all_supported(const AotArgs& a, int first, int count) {
+  for (int t = first; t < first + count; t++) {
+    if (with_type(a, t, [](auto) {}) != 0) return false;
+  }
+  return true;
 }
 
 struct AdamWAttributes {
@@ -61,8 +74,7 @@ MLK_INLINE vfloat vsqrt(vfloat x) {
 
 template <typename G>
 void update_block(float* p, float* m, float* v, const G* g, int64_t n, const Update& u) {
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const int lanes = static_cast<int>(std::min<int64_t>(kWidth, n - i));
+  for_vectors(n, [&](int64_t i, int lanes) {
     const vfloat grad = load_first(g + i, lanes) * splat(u.grad_scale);
     const vfloat m1 = load_first(m + i, lanes) * splat(u.keep1) + grad * splat(u.add1);
     const vfloat v1 = load_first(v + i, lanes) * splat(u.keep2) + grad * grad * splat(u.add2);
@@ -71,7 +83,7 @@ void update_block(float* p, float* m, float* v, const G* g, int64_t n, const Upd
     store_first(v + i, v1, lanes);
     const vfloat kept = load_first(p + i, lanes) * splat(u.decay);
     store_first(p + i, kept - splat(u.step_size) * m1 / denominator, lanes);
-  }
+  });
 }
 
 template <typename G>
@@ -79,10 +91,10 @@ double sum_of_squares(const G* g, int64_t n) {
   double total = 0.0;
   for (int64_t i = 0; i < n; i += 16 * kWidth) {  // short fp32 runs, summed in fp64
     vfloat run = splat(0.f);
-    for (int64_t j = i; j < std::min(n, i + 16 * kWidth); j += kWidth) {
-      const vfloat x = load_first(g + j, static_cast<int>(std::min<int64_t>(kWidth, n - j)));
+    for_vectors(std::min<int64_t>(16 * kWidth, n - i), [&](int64_t j, int lanes) {
+      const vfloat x = load_first(g + i + j, lanes);
       run += x * x;
-    }
+    });
     total += hsum(run);
   }
   return total;
@@ -108,6 +120,7 @@ double block_norm(const G* g, int64_t n) {
 // moments fp32, k second moments fp32, k gradients (fp32 or fp16); result: 1 if updated, 0 if skipped (int32).
 int FusedAdamW(const AotArgs& a) {
   const int k = (a.count - 5) / 4, params = 4, m = params + k, v = m + k, grads = v + k;
+  if (!all_fp32(a, params, 3 * k) || !all_supported(a, grads, k)) return kUnsupportedType;
   const bool skip = *a.ptr<bool>(3);
   *a.ptr<int32_t>(a.count - 1) = skip ? 0 : 1;
   if (skip) return 0;
@@ -116,14 +129,13 @@ int FusedAdamW(const AotArgs& a) {
   const std::vector<Block> blocks = split(a, params, k);
 #pragma omp parallel for schedule(static)
   for (size_t b = 0; b < blocks.size(); b++) {
-    const auto [t, begin, end] = blocks[b];
-    float *p = a.ptr<float>(params + t) + begin, *m1 = a.ptr<float>(m + t) + begin,
-          *v1 = a.ptr<float>(v + t) + begin;
-    if (a.is(grads + t, "float32")) {
-      update_block(p, m1, v1, a.ptr<float>(grads + t) + begin, end - begin, u);
-    } else {
-      update_block(p, m1, v1, a.ptr<half>(grads + t) + begin, end - begin, u);
-    }
+    const Block& block = blocks[b];
+    const int64_t at = block.begin, n = block.end - block.begin;
+    float *p = a.ptr<float>(params + block.tensor) + at, *m1 = a.ptr<float>(m + block.tensor) + at,
+          *v1 = a.ptr<float>(v + block.tensor) + at;
+    with_type(a, grads + block.tensor, [&](auto type) {
+      update_block(p, m1, v1, a.ptr<decltype(type)>(grads + block.tensor) + at, n, u);
+    });
   }
   return 0;
 }
@@ -135,13 +147,15 @@ int FusedAdamWInit(AotExtra* e) {
 // k gradients (fp32 or fp16) -> square root of the sum of all squares (fp32), whether every element is finite (bool)
 int FusedGlobalNorm(const AotArgs& a) {
   const int k = a.count - 2;
+  if (!all_supported(a, 0, k)) return kUnsupportedType;
   const std::vector<Block> blocks = split(a, 0, k);
   std::vector<double> sums(blocks.size());
 #pragma omp parallel for schedule(static)
   for (size_t b = 0; b < blocks.size(); b++) {
-    const auto [t, begin, end] = blocks[b];
-    sums[b] = a.is(t, "float32") ? block_norm(a.ptr<float>(t) + begin, end - begin)
-                                 : block_norm(a.ptr<half>(t) + begin, end - begin);
+    const Block& block = blocks[b];
+    with_type(a, block.tensor, [&](auto type) {
+      sums[b] = block_norm(a.ptr<decltype(type)>(block.tensor) + block.begin, block.end - block.begin);
+    });
   }
   double total = 0.0;
   for (const double s : sums) total += s;
