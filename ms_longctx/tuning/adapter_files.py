@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters as files in peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.safetensors_io import StoredTensor, read_header, write_file
+from ms_longctx.tuning.config import LoraConfig
+from ms_longctx.tuning.extras import extras
+from ms_longctx.tuning.prepare import adapted_cells, adapter_sites, get_pe_model, lora_config, take_out
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_log = logging.getLogger(__name__)
+
+
+def save_adapter(model: nn.Cell, directory: str | Path, base_model: str = "") -> None:
+    """Write the adapters (and what trains with them) of ``model`` as peft does; peft can open the result.
+
+    All tensors are fp32. Each file is written beside its place and renamed.
+
+    Args:
+        model: a model from :func:`ms_longctx.tuning.get_pe_model`, not merged.
+        directory: created where it does not exist.
+        base_model: path or name of the base model, for readers of the file.
+
+    Raises:
+        MsLongctxError: no adapters, they are merged, or the directory cannot be written.
+    """
+    config = lora_config(model)
+    if any(cell.before_merge is not None for cell in adapted_cells(model).values()):
+        raise MsLongctxError("the adapters are merged into the base; call unmerge before save_adapter")
+    tensors = {key: param.asnumpy() for key, param in _matrices(model).items()}
+    tensors |= {PREFIX + extra.key: extra.read() for extra in extras(model, config)}
+    shapes = {name: tensors[name].shape for name in sorted(tensors)}
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(
+            folder / WEIGHTS_FILE,
+            lambda path: write_file(path, "F32", shapes, (tensors[name] for name in shapes)),
+        )
+        text = json.dumps(config.to_peft(base_model), indent=2, sort_keys=True) + "\n"
+        _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise MsLongctxError(f"{folder}: the adapter cannot be written ({error.strerror})") from error
+
+
+def load_adapter(model: nn.Cell, directory: str | Path) -> nn.Cell:
+    """Read an adapter that this package or peft has written into ``model``, and return the model.
+
+    Without adapters the model gets them as the files say. With adapters, the files must fit them.
+
+    Raises:
+        MsLongctxError: files missing or damaged, a variant of LoRA that is not built here, or names or shapes
+            that do not fit the model; the model is not changed then.
+    """
+    folder = Path(directory)
+    config = read_adapter_config(folder)
+    stored = read_header(folder / WEIGHTS_FILE)
+    if not adapted_cells(model):
+        return _load_into_plain_model(model, folder, config, stored)
+    if lora_config(model).scaling != config.scaling:
+        raise MsLongctxError(
+            f"{folder}: the adapter's scaling is {config.scaling:g}, that of the model is "
+            f"{lora_config(model).scaling:g}; prepare it with the adapter's r, lora_alpha and use_rslora"
+        )
+    _fill(model, folder / WEIGHTS_FILE, stored, config)
+    return model
+
+
+def _load_into_plain_model(
+    model: nn.Cell, folder: Path, config: LoraConfig, stored: dict[str, StoredTensor]
+) -> nn.Cell:
+    trained = [(param, param.requires_grad) for _, param in model.parameters_and_names()]
+    get_pe_model(model, config)
+    try:
+        _fill(model, folder / WEIGHTS_FILE, stored, config)
+    except MsLongctxError:
+        take_out(model)
+        for param, flag in trained:
+            param.requires_grad = flag
+        raise
+    return model
+
+
+def _fill(model: nn.Cell, path: Path, stored: dict[str, StoredTensor], config: LoraConfig) -> None:
+    """Set all tensors of an adapter, or none if names or shapes do not fit."""
+    matrices, others = _matrices(model), {PREFIX + extra.key: extra for extra in extras(model, config)}
+    wanted = {key: tuple(param.shape) for key, param in matrices.items()}
+    wanted |= {key: extra.read().shape for key, extra in others.items()}
+    _check(path, stored, wanted, optional=config.bias == "lora_only")
+    for name, tensor in stored.items():
+        values = tensor.read().astype(np.float32)
+        if name in matrices:
+            matrices[name].set_data(Tensor(values))
+        else:
+            others[name].write(values)
+
+
+def read_adapter_config(directory: str | Path) -> LoraConfig:
+    """The configuration of an adapter on disk.
+
+    Raises:
+        MsLongctxError: not there, not JSON, or a variant of LoRA that is not built here.
+    """
+    path = Path(directory) / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MsLongctxError(
+            f"{path}: cannot be read ({error.strerror}); expected an adapter of peft"
+        ) from error
+    except ValueError as error:
+        raise MsLongctxError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise MsLongctxError(f"{path}: expected a JSON object")
+    return LoraConfig.from_peft(values, str(path))
+
+
+def _matrices(model: nn.Cell) -> dict[str, Parameter]:
+    """The LoRA matrices by their names in peft's files."""
+    found = {}
+    for site in adapter_sites(model):
+        found[f"{PREFIX}{site.name}.lora_A.weight"] = site.adapter.lora_A.weight
+        found[f"{PREFIX}{site.name}.lora_B.weight"] = site.adapter.lora_B.weight
+    return found
+
+
+def _check(
+    path: Path, stored: dict[str, StoredTensor], wanted: dict[str, tuple[int, ...]], optional: bool
+) -> None:
+    missing = sorted(wanted.keys() - stored.keys())
+    if optional and missing and all(name.endswith(".bias") for name in missing):
+        _log.warning("%s: no biases, as peft writes it for bias = lora_only; those of the base stay", path)
+        missing = []
+    if missing:
+        raise MsLongctxError(
+            f"{path}: no tensor {missing[0]} ({len(missing)} missing); is it another model's?"
+        )
+    if extra := sorted(stored.keys() - wanted.keys()):
+        raise MsLongctxError(f"{path}: {extra[0]} has no place in the model ({len(extra)} such tensors)")
+    for name, tensor in stored.items():
+        if tensor.shape != wanted[name]:
+            raise MsLongctxError(
+                f"{path}: {name} has shape {tensor.shape}, the model needs {wanted[name]}; "
+                "is it for a model of another size?"
+            )
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside ``path``, then rename, so that no reader sees half a file."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout whose mask is a pure function of a key.
+
+MindSpore's own dropout keeps hidden state on CPU: recomputation draws a second, different mask and a resumed
+run cannot continue the sequence. Here an element's mask is a hash of its position, the layer and the key.
+"""
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+
+KEY_NAME = "dropout_key"
+
+
+def dropout_key() -> Parameter:
+    """A key to be shared by all dropouts of a model; see :class:`DropoutKeys`."""
+    return Parameter(Tensor(0, ms.int32), name=KEY_NAME, requires_grad=False)
+
+
+class DropoutKeys:
+    """Gives every forward pass of a training run its own dropout masks.
+
+    Args:
+        model: any model; without dropout nothing happens.
+        seed: of the run. Data-parallel ranks need different ones.
+    """
+
+    def __init__(self, model: nn.Cell, seed: int) -> None:
+        keys = [cell.key for _, cell in model.cells_and_names() if isinstance(cell, KeyedDropout)]
+        self.key = keys[0] if keys else None
+        self.seed = seed
+
+    def set(self, count: int) -> None:
+        """Choose the masks of forward pass number ``count``; equal numbers give equal masks."""
+        if self.key is not None:
+            self.key.set_data(Tensor(_wrap(self.seed * 0x9E3779B1 + count * 0x85EBCA77), ms.int32))
+
+
+class KeyedDropout(nn.Cell):
+    """Sets elements to 0 with probability ``p`` and divides the others by ``1 - p``; only in training.
+
+    Args:
+        p: probability.
+        key: from :func:`dropout_key`. The mask changes with its value and nothing else.
+        salt: tells the dropouts of one model apart.
+
+    Inputs:
+        x: ``(..., features)``, fp32, fp16 or bf16.
+
+    Returns:
+        The same shape and type as ``x``.
+    """
+
+    def __init__(self, p: float, key: Parameter, salt: int) -> None:
+        super().__init__(auto_prefix=False)  # the key is shared and keeps its name
+        self.key = key
+        self.salt = _wrap(salt * 0x9E3779B9)
+        self.mask = _Mask(p)
+
+    def construct(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        rows = ops.reshape(x, (-1, x.shape[-1]))
+        return ops.reshape(self.mask(rows, self.key + self.salt), x.shape)
+
+
+class _Mask(nn.Cell):
+    """``x`` ``(N, C)`` times its mask. The backward pass hashes again instead of keeping the mask."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.limit = int(round((1 - p) * 2**32)) - 2**31
+        self.factor = 1 / (1 - p)
+
+    def construct(self, x: Tensor, key: Tensor) -> Tensor:
+        return self.apply_mask(x, key)
+
+    def bprop(self, x: Tensor, key: Tensor, out: Tensor, dout: Tensor) -> tuple:
+        return self.apply_mask(dout, key), ops.zeros_like(key)
+
+    def apply_mask(self, x: Tensor, key: Tensor) -> Tensor:
+        """Rows and columns are hashed apart and mixed once more: cheaper than a full hash per element."""
+        rows = ops.cast(ops.arange(x.shape[0]), ms.int32) * _wrap(0x9E3779B1) + _mix(key)
+        columns = ops.cast(ops.arange(x.shape[1]), ms.int32) * _wrap(0x27D4EB2F) - _mix(key)
+        bits = ops.bitwise_xor(ops.expand_dims(_mix(rows), 1), ops.expand_dims(_mix(columns), 0))
+        bits = bits * _wrap(0x7FEB352D)
+        # This shift keeps the sign, so the xor clears it; the product brings the other 31 bits there.
+        bits = ops.bitwise_xor(bits, ops.bitwise_right_shift(bits, 15)) * _wrap(0x2C1B3C6D)
+        return x * (ops.cast(bits < self.limit, x.dtype) * self.factor)
+
+
+def _wrap(value: int) -> int:
+    """The int32 with the same low 32 bits."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Finaliser of MurmurHash3, short of its first round; the shifts are logical, on int32."""
+    x = ops.bitwise_xor(x, ops.bitwise_and(ops.bitwise_right_shift(x, 16), 0xFFFF)) * _wrap(0x85EBCA6B)
+    return ops.bitwise_xor(x, ops.bitwise_and(ops.bitwise_right_shift(x, 13), 0x7FFFF)) * _wrap(0xC2B2AE35)
