@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,10 +13,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # isolated builds do not see the source tree
 
+from ms_longctx import __version__  # noqa: E402
 from ms_longctx.errors import MsLongctxError  # noqa: E402
 from ms_longctx.kernels import build as kernels  # noqa: E402
 
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "ms_longctx/__init__.py").read_text())[1]
 README = ROOT / "README.md"
 
 REQUIREMENTS = [
@@ -76,7 +75,7 @@ class BuildKernels(build_ext):
 
 setup(
     name="ms-longctx",
-    version=VERSION,
+    version=__version__,
     description="Train, evaluate and serve long-context Llama models with MindSpore on Ascend NPUs",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
