@@ -240,8 +240,8 @@ def test_split_overrides() -> None:
     [
         (["train", "--config", "nowhere.yaml"], "error: nowhere.yaml: no such file or preset; presets: "),
         (
-            ["train", "--config", "llama-tiny", "--model.num_attention_heads", "7"],
-            "command line: model.num_attention_heads = 7",
+            ["train", "--config", "llama-tiny", "--model.num_key_value_heads", "5"],
+            "command line: model.num_key_value_heads = 5 must divide num_attention_heads = 6",
         ),
         (["train", "--config", "llama-tiny", "--parallel.dp=2"], "several devices are not built yet"),
     ],
