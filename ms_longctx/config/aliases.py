@@ -19,7 +19,7 @@ def canonical(name: str, entry: Entry) -> tuple[str, Entry]:
 
 
 def _ring(entry: Entry) -> Entry:
-    if entry.value not in (True, False, None):
+    if entry.value is not None and not isinstance(entry.value, bool):
         raise entry.error(f"expected true or false, found {describe(entry.value)}")
     return replace(entry, value="ring" if entry.value else "none")
 
@@ -29,11 +29,11 @@ def _sequence_parallel(entry: Entry) -> Entry:
         raise entry.error(
             "true is refused: it splits the sequence over mp, and several devices are not built yet"
         )
-    return replace(entry, value=1) if entry.value in (False, None) else entry
+    return replace(entry, value=1) if entry.value is None or entry.value is False else entry
 
 
 def _attention_mode(entry: Entry) -> Entry:
-    return replace(entry, value="none") if entry.value in (None, False) else entry
+    return replace(entry, value="none") if entry.value is None or entry.value is False else entry
 
 
 def _resume(entry: Entry) -> Entry:

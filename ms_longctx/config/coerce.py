@@ -62,11 +62,17 @@ def _convert(value: Any, annotation: Any) -> Any:
     if annotation is Any:
         return value
     if annotation is float:
-        _require(
-            value, isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        return float(value)
+        _require(value, isinstance(value, (int, float)) and not isinstance(value, bool))
+        return _finite(value)
     return _require(value, type(value) is annotation or (annotation is type(None) and value is None))
+
+
+def _finite(value: float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        raise _Mismatch from None
+    return float(_require(number, math.isfinite(number)))
 
 
 def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:

@@ -199,7 +199,7 @@ def check_rope_scaling(scaling: dict[str, Any], head_dim: int) -> dict[str, Any]
         raise MsLongctxError(
             f"rope_scaling.type = {old_spelling!r} contradicts rope_scaling.rope_type = {kind!r}"
         )
-    if kind not in ROPE_SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in ROPE_SCALING_KEYS:
         raise MsLongctxError(
             f"rope_scaling.rope_type = {kind!r} is unknown; expected one of {', '.join(ROPE_SCALING_KEYS)}"
         )

@@ -37,6 +37,7 @@ class Range:
 
 
 _COUNT, _FROM_ZERO, _POSITIVE = Range(1), Range(0), Range(0, open_low=True)
+_SEED = Range(0, 2**32 - 1)
 _FRACTION, _PART = Range(0, 1), Range(0, 1, open_high=True)
 
 RANGES: dict[str, Range] = {
@@ -44,7 +45,7 @@ RANGES: dict[str, Range] = {
     "data.prompt_length": _COUNT,
     "data.answer_length": _COUNT,
     "data.num_parallel_workers": _COUNT,
-    "data.seed": _FROM_ZERO,
+    "data.seed": _SEED,
     "parallel.dp": _COUNT,
     "parallel.mp": _COUNT,
     "parallel.sp": _COUNT,
@@ -66,7 +67,7 @@ RANGES: dict[str, Range] = {
     "train.loss_scale_window": _COUNT,
     "train.loss_scale_min": _POSITIVE,
     "train.max_skipped_steps": _COUNT,
-    "train.seed": _FROM_ZERO,
+    "train.seed": _SEED,
     "train.save_steps": _COUNT,
     "train.keep_checkpoints": _COUNT,
     "train.log_steps": _COUNT,
@@ -79,8 +80,9 @@ RANGES: dict[str, Range] = {
     "generation.top_k": _FROM_ZERO,
     "generation.top_p": Range(0, 1, open_low=True),
     "generation.min_p": _FRACTION,
+    "generation.min_p": _FRACTION,
     "generation.repetition_penalty": _POSITIVE,
-    "generation.seed": _FROM_ZERO,
+    "generation.seed": _SEED,
     "evaluate.max_samples": _COUNT,
     "evaluate.batch_size": _COUNT,
 }

@@ -150,6 +150,8 @@ def _document(text: str, name: str) -> Iterator[tuple[_Loader, yaml.Node | None]
         yield loader, node
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error, name)) from error
+    except (ValueError, RecursionError) as error:  # such as the date 2024-13-01, or a list inside itself
+        raise ConfigError(f"{name}: is not valid YAML: {error}") from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -180,7 +182,9 @@ def _refuse_duplicates(node: yaml.Node | None, name: str) -> None:
     first_line: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{name}:{line}: a list or mapping cannot be a key; expected 'name: value'")
+        if key.value != "<<":
             if key.value in first_line:
                 before = first_line[key.value]
                 raise ConfigError(f"{name}:{line}: {key.value}: stands here and in line {before}; keep one")

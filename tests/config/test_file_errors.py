@@ -47,6 +47,9 @@ CASES: dict[str, tuple[str, str]] = {
         "model:\n  rope_scaling:\n    factor: 2\n    factor: 4\n",
         ":4: factor: stands here and in line 3; keep one",
     ),
+    "impossible date": ("data: {path: 2024-13-01}", ": is not valid YAML: month must be in 1..12"),
+    "list inside itself": ("train: {seed: &a [*a]}", ": is not valid YAML: maximum recursion depth exceeded"),
+    "list as key": ("train: {[a, b]: 1}", ":1: a list or mapping cannot be a key; expected 'name: value'"),
     # -- unknown keys
     "typo": (
         "model:\n  num_atention_heads: 4\n",
@@ -98,6 +101,11 @@ CASES: dict[str, tuple[str, str]] = {
         "optimizer: {learning_rate: true}",
         ":1: optimizer.learning_rate: expected a number, found true (true or false)",
     ),
+    "huge integer for number": (
+        f"optimizer: {{eps: 1{'0' * 400}}}",
+        f":1: optimizer.eps: expected a number, found 1{'0' * 56}... (an integer)",
+    ),
+    "integer for ring": ("use_ring_attention: 1", ":1: use_ring_attention: expected true or false, found 1"),
     "nan": ("optimizer: {eps: .nan}", ":1: optimizer.eps: expected a number, found nan (a number)"),
     "infinity": ("optimizer: {eps: .inf}", ":1: optimizer.eps: expected a number, found inf (a number)"),
     "null for integer": ("train: {seed: }", ":1: train.seed: expected an integer, found null (nothing)"),
