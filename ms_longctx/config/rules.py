@@ -80,7 +80,6 @@ RANGES: dict[str, Range] = {
     "generation.top_k": _FROM_ZERO,
     "generation.top_p": Range(0, 1, open_low=True),
     "generation.min_p": _FRACTION,
-    "generation.min_p": _FRACTION,
     "generation.repetition_penalty": _POSITIVE,
     "generation.seed": _SEED,
     "evaluate.max_samples": _COUNT,
