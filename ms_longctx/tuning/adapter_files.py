@@ -9,14 +9,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import nn
 
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.safetensors_io import StoredTensor, read_header, write_file
 from ms_longctx.tuning.config import LoraConfig
-from ms_longctx.tuning.extras import extras
-from ms_longctx.tuning.prepare import adapted_cells, adapter_sites, get_pe_model, lora_config, take_out
+from ms_longctx.tuning.prepare import get_pe_model, take_out
+from ms_longctx.tuning.trained import adapted_cells, lora_config, trained_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -40,15 +39,14 @@ def save_adapter(model: nn.Cell, directory: str | Path, base_model: str = "") ->
     config = lora_config(model)
     if any(cell.before_merge is not None for cell in adapted_cells(model).values()):
         raise MsLongctxError("the adapters are merged into the base; call unmerge before save_adapter")
-    tensors = {key: param.asnumpy() for key, param in _matrices(model).items()}
-    tensors |= {PREFIX + extra.key: extra.read() for extra in extras(model, config)}
-    shapes = {name: tensors[name].shape for name in sorted(tensors)}
+    tensors = {PREFIX + name: tensor for name, tensor in sorted(trained_tensors(model).items())}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(
             folder / WEIGHTS_FILE,
-            lambda path: write_file(path, "F32", shapes, (tensors[name] for name in shapes)),
+            lambda path: write_file(path, "F32", shapes, (tensor.read() for tensor in tensors.values())),
         )
         text = json.dumps(config.to_peft(base_model), indent=2, sort_keys=True) + "\n"
         _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
@@ -96,16 +94,10 @@ def _load_into_plain_model(
 
 def _fill(model: nn.Cell, path: Path, stored: dict[str, StoredTensor], config: LoraConfig) -> None:
     """Set all tensors of an adapter, or none if names or shapes do not fit."""
-    matrices, others = _matrices(model), {PREFIX + extra.key: extra for extra in extras(model, config)}
-    wanted = {key: tuple(param.shape) for key, param in matrices.items()}
-    wanted |= {key: extra.read().shape for key, extra in others.items()}
-    _check(path, stored, wanted, optional=config.bias == "lora_only")
-    for name, tensor in stored.items():
-        values = tensor.read().astype(np.float32)
-        if name in matrices:
-            matrices[name].set_data(Tensor(values))
-        else:
-            others[name].write(values)
+    tensors = {PREFIX + name: tensor for name, tensor in trained_tensors(model).items()}
+    _check(path, stored, {name: tensor.shape for name, tensor in tensors.items()}, config.bias == "lora_only")
+    for name, source in stored.items():
+        tensors[name].write(source.read())
 
 
 def read_adapter_config(directory: str | Path) -> LoraConfig:
@@ -128,20 +120,11 @@ def read_adapter_config(directory: str | Path) -> LoraConfig:
     return LoraConfig.from_peft(values, str(path))
 
 
-def _matrices(model: nn.Cell) -> dict[str, Parameter]:
-    """The LoRA matrices by their names in peft's files."""
-    found = {}
-    for site in adapter_sites(model):
-        found[f"{PREFIX}{site.name}.lora_A.weight"] = site.adapter.lora_A.weight
-        found[f"{PREFIX}{site.name}.lora_B.weight"] = site.adapter.lora_B.weight
-    return found
-
-
 def _check(
-    path: Path, stored: dict[str, StoredTensor], wanted: dict[str, tuple[int, ...]], optional: bool
+    path: Path, stored: dict[str, StoredTensor], wanted: dict[str, tuple[int, ...]], optional_biases: bool
 ) -> None:
     missing = sorted(wanted.keys() - stored.keys())
-    if optional and missing and all(name.endswith(".bias") for name in missing):
+    if optional_biases and missing and all(name.endswith(".bias") for name in missing):
         _log.warning("%s: no biases, as peft writes it for bias = lora_only; those of the base stay", path)
         missing = []
     if missing:

@@ -3,25 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from mindspore import nn
 
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.tuning.config import LoraConfig
 from ms_longctx.tuning.dropout import KEY_NAME, KeyedDropout, dropout_key
-from ms_longctx.tuning.extras import extras
 from ms_longctx.tuning.lora import Adapted, LoraLinear, LoraQKVLinear, LowRank, QKVLayout
 from ms_longctx.tuning.targets import FUSED, Place, select
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One adapter in a model: the name of its layer, as if q, k and v were separate, and the adapter."""
-
-    name: str
-    adapter: LowRank
+from ms_longctx.tuning.trained import adapted_cells, lora_config, trained_tensors
 
 
 def get_pe_model(model: nn.Cell, config: LoraConfig, seed: int = 0) -> nn.Cell:
@@ -44,14 +34,14 @@ def get_pe_model(model: nn.Cell, config: LoraConfig, seed: int = 0) -> nn.Cell:
     base = [param for _, param in model.parameters_and_names()]
     _insert(places, config, np.random.default_rng(seed))
     try:
-        trained = extras(model, config)
+        trained = trained_tensors(model)
     except MsLongctxError:
         take_out(model)
         raise
     for param in base:
         param.requires_grad = False
-    for extra in trained:
-        extra.parameter.requires_grad = True
+    for tensor in trained.values():
+        tensor.parameter.requires_grad = True
     _forget_graphs(model)
     return model
 
@@ -59,34 +49,6 @@ def get_pe_model(model: nn.Cell, config: LoraConfig, seed: int = 0) -> nn.Cell:
 def prepare_model(model: nn.Cell, config: LoraConfig, seed: int = 0) -> nn.Cell:
     """The same as :func:`get_pe_model`."""
     return get_pe_model(model, config, seed)
-
-
-def adapted_cells(model: nn.Cell) -> dict[str, Adapted]:
-    """The layers with adapters by their paths."""
-    return {path: cell for path, cell in model.cells_and_names() if isinstance(cell, Adapted)}
-
-
-def lora_config(model: nn.Cell) -> LoraConfig:
-    """The configuration of the adapters in a model.
-
-    Raises:
-        MsLongctxError: it has none.
-    """
-    for cell in adapted_cells(model).values():
-        return cell.config
-    raise MsLongctxError("the model has no adapters; put them in with get_pe_model or load_adapter")
-
-
-def adapter_sites(model: nn.Cell) -> list[Site]:
-    """All adapters of a model, in its order."""
-    sites = []
-    for path, cell in adapted_cells(model).items():
-        if isinstance(cell, LoraQKVLinear):
-            parent = path.rpartition(".")[0]
-            sites += [Site(f"{parent}.{part}", adapter) for part, adapter in cell.adapters().items()]
-        else:
-            sites += [Site(path, adapter) for adapter, _ in cell.parts()]
-    return sites
 
 
 def count_parameters(model: nn.Cell) -> tuple[int, int]:
@@ -162,10 +124,15 @@ def _insert(places: list[Place], config: LoraConfig, rng: np.random.Generator) -
         if place.part:
             fused.setdefault(id(place.parent), {})[place.part] = adapter
         else:
-            place.parent.insert_child_to_cell(place.attribute, LoraLinear(base, config, adapter))
+            _replace(place.parent, place.attribute, LoraLinear(base, config, adapter))
     for parent in {id(place.parent): place.parent for place in places if place.part}.values():
         base, layout = parent.name_cells()[FUSED], QKVLayout.of(parent)
-        parent.insert_child_to_cell(FUSED, LoraQKVLinear(base, config, layout, fused[id(parent)]))
+        _replace(parent, FUSED, LoraQKVLinear(base, config, layout, fused[id(parent)]))
+
+
+def _replace(parent: nn.Cell, attribute: str, cell: Adapted) -> None:
+    cell.set_train(parent.training)
+    parent.insert_child_to_cell(attribute, cell)
 
 
 def take_out(model: nn.Cell) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of the base that train along with the adapters: ``modules_to_save`` and biases."""
+"""The tensors that train: adapters, and of the base ``modules_to_save`` and biases."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from mindspore import Parameter, Tensor, nn
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.nn.linear import Linear
 from ms_longctx.tuning.config import LoraConfig
-from ms_longctx.tuning.lora import Adapted, LoraQKVLinear, QKVLayout
+from ms_longctx.tuning.lora import Adapted, LoraLinear, LoraQKVLinear, QKVLayout
 from ms_longctx.tuning.targets import FUSED, QKV_PARTS
 
 
 @dataclass(frozen=True, eq=False)
-class Extra:
-    """One tensor of an adapter file that is not a LoRA matrix.
+class TrainedTensor:
+    """One tensor of an adapter file.
 
     Args:
-        key: its name in the file, without the prefix that all names have there.
         parameter: where the values are.
         rows: which rows of it, for the biases of a fused q, k and v; ``None`` means all.
     """
 
-    key: str
     parameter: Parameter
     rows: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file."""
+        return (
+            tuple(self.parameter.shape) if self.rows is None else (len(self.rows), *self.parameter.shape[1:])
+        )
 
     def read(self) -> np.ndarray:
         """The values as fp32, in memory of their own."""
@@ -42,18 +47,46 @@ class Extra:
         self.parameter.set_data(Tensor(whole).astype(self.parameter.dtype))
 
 
-def extras(model: nn.Cell, config: LoraConfig) -> list[Extra]:
-    """What ``config`` trains beside the adapters of a model that has them.
+def adapted_cells(model: nn.Cell) -> dict[str, Adapted]:
+    """The layers with adapters by their paths."""
+    return {path: cell for path, cell in model.cells_and_names() if isinstance(cell, Adapted)}
+
+
+def lora_config(model: nn.Cell) -> LoraConfig:
+    """The configuration of the adapters in a model.
 
     Raises:
-        MsLongctxError: ``modules_to_save`` or ``bias`` ask for something the model cannot do.
+        MsLongctxError: it has none.
     """
-    return [Extra(key, param) for key, param in _saved_modules(model, config).items()] + _biases(
-        model, config
-    )
+    for cell in adapted_cells(model).values():
+        return cell.config
+    raise MsLongctxError("the model has no adapters; put them in with get_pe_model or load_adapter")
 
 
-def _saved_modules(model: nn.Cell, config: LoraConfig) -> dict[str, Parameter]:
+def trained_tensors(model: nn.Cell) -> dict[str, TrainedTensor]:
+    """What a model with adapters trains, by peft's names without the prefix of its files.
+
+    Raises:
+        MsLongctxError: no adapters, or ``modules_to_save`` or ``bias`` ask for what the model cannot do.
+    """
+    config = lora_config(model)
+    return _matrices(model) | _saved_modules(model, config) | _biases(model, config)
+
+
+def _matrices(model: nn.Cell) -> dict[str, TrainedTensor]:
+    found = {}
+    for path, cell in adapted_cells(model).items():
+        named = {path: cell.adapter} if isinstance(cell, LoraLinear) else {}
+        if isinstance(cell, LoraQKVLinear):
+            parent = path.rpartition(".")[0]
+            named = {f"{parent}.{part}": adapter for part, adapter in cell.adapters().items()}
+        for name, adapter in named.items():
+            found[f"{name}.lora_A.weight"] = TrainedTensor(adapter.lora_A.weight)
+            found[f"{name}.lora_B.weight"] = TrainedTensor(adapter.lora_B.weight)
+    return found
+
+
+def _saved_modules(model: nn.Cell, config: LoraConfig) -> dict[str, TrainedTensor]:
     chosen: dict[str, Parameter] = {}
     owners: dict[int, list[str]] = {}
     for name in config.modules_to_save or []:
@@ -79,13 +112,13 @@ def _saved_modules(model: nn.Cell, config: LoraConfig) -> dict[str, Parameter]:
                 f"lora.modules_to_save includes {key}, which is tied to {missing[0]}; name both modules, "
                 "so that every reader of the adapter gets both"
             )
-    return chosen
+    return {key: TrainedTensor(param) for key, param in chosen.items()}
 
 
-def _biases(model: nn.Cell, config: LoraConfig) -> list[Extra]:
+def _biases(model: nn.Cell, config: LoraConfig) -> dict[str, TrainedTensor]:
     if config.bias == "none":
-        return []
-    found = []
+        return {}
+    found: dict[str, TrainedTensor] = {}
     for path, cell in model.cells_and_names():
         parent, _, attribute = path.rpartition(".")
         if not isinstance(cell, (Linear, Adapted)) or attribute == "base_layer" or cell.bias is None:
@@ -94,21 +127,25 @@ def _biases(model: nn.Cell, config: LoraConfig) -> list[Extra]:
             continue
         if attribute == FUSED:
             layout = QKVLayout.of(dict(model.cells_and_names())[parent])
-            found += _fused_biases(parent, cell, layout, config)
+            found |= _fused_biases(parent, cell, layout, config)
         else:
             inner = ".base_layer" if isinstance(cell, Adapted) else ""
-            found.append(Extra(f"{path}{inner}.bias", cell.bias))
+            found[f"{path}{inner}.bias"] = TrainedTensor(cell.bias)
     return found
 
 
-def _fused_biases(parent: str, cell: nn.Cell, layout: QKVLayout, config: LoraConfig) -> list[Extra]:
+def _fused_biases(
+    parent: str, cell: nn.Cell, layout: QKVLayout, config: LoraConfig
+) -> dict[str, TrainedTensor]:
     adapted = cell.adapters() if isinstance(cell, LoraQKVLinear) else {}
     if config.bias == "lora_only" and len(adapted) < len(QKV_PARTS):
         raise MsLongctxError(
             "lora.bias = lora_only with parallel_attention needs q_proj, k_proj and v_proj in "
             "lora.target_modules, because their biases are one parameter; or set parallel_attention: false"
         )
-    return [
-        Extra(f"{parent}.{part}{'.base_layer' if part in adapted else ''}.bias", cell.bias, layout.rows(part))
+    return {
+        f"{parent}.{part}{'.base_layer' if part in adapted else ''}.bias": TrainedTensor(
+            cell.bias, layout.rows(part)
+        )
         for part in QKV_PARTS
-    ]
+    }
