@@ -298,10 +298,13 @@ class LlamaForCausalLM(nn.Cell):
         stored = as_dtype(dtype or self.dtype)
         save_model(self, self.config, Path(path), stored, max_shard_size, self.companions)
 
-    def set_recompute(self, enabled: bool = True) -> None:
-        """Keep only each decoder layer's input for the backward pass and compute the rest again."""
+    def set_recompute(self) -> None:
+        """Keep only each decoder layer's input for the backward pass and compute the rest again.
+
+        Call it once, before the model is compiled; MindSpore cannot take it back.
+        """
         for layer in self.model.layers:
-            layer.recompute(mode=enabled)
+            layer.recompute()
 
 
 class CachedLlama(nn.Cell):

@@ -105,21 +105,33 @@ class CheckpointStore:
         return final
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies. Damaged newer ones are reported, and moved out of the way.
+        """The newest checkpoint that verifies, ``None`` when there is no checkpoint at all.
 
-        A damaged one is renamed to ``<name>.damaged``, so that the resumed run can write that step again.
+        Damaged newer ones are reported and renamed to ``<name>.damaged``, so that the resumed run can write
+        those steps again.
+
+        Raises:
+            DamagedCheckpointError: there are checkpoints, but none is whole.
         """
+        damaged: list[Path] = []
         for step in reversed(self.steps()):
             path = self.path(step)
             try:
                 verify(path)
             except DamagedCheckpointError as error:
                 logger.warning("%s; falling back to the checkpoint before it", error)
-                aside = path.with_name(f"{path.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                os.replace(path, aside)
+                damaged.append(path)
                 continue
+            for broken in damaged:
+                aside = broken.with_name(f"{broken.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(broken, aside)
             return path
+        if damaged:
+            raise DamagedCheckpointError(
+                f"{self.directory}: none of the {len(damaged)} checkpoints is whole; "
+                "start again with --overwrite"
+            )
         return None
 
     def remove_after(self, step: int) -> None:

@@ -8,10 +8,10 @@ MFU (model FLOPs utilisation: Chowdhery et al. 2022, arXiv 2204.02311, appendix 
                       4 * W + 6 * A + 12 * L * H * D * K    training A adapter weights beside W frozen ones
 
 with W the weights used in matrix products (the output layer counts, the lookup in the embedding does not),
-L layers, H query heads of size D, and K the keys that a query sees on average: S / 2 of a causal sequence of S
-tokens, fewer with a sliding window. A weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its
-own gradient, which a frozen weight does not have. Work done twice by recomputation is not counted, nor are
-element-wise operators. Packed documents see fewer keys than S / 2, which is not taken off.
+L layers, H query heads of size D, and K the keys that a query sees on average: S / 2 of a causal sequence of
+S tokens, fewer with a sliding window. A weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2
+for its own gradient, which a frozen weight does not have. Work done twice by recomputation is not counted,
+nor are element-wise operators. Packed documents see fewer keys than S / 2, which is not taken off.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def peak_flops(device_target: str, dtype: str) -> float | None:
     """Highest FLOPS of matrix products on the device; ``None`` where no figure is known.
 
     Args:
-        device_target: ``Ascend``: the published figure of the 910B. ``CPU``: measured once (about 0.2 s) as the
-            best of several 1024 x 1024 products in fp32, with the threads that MindSpore uses.
+        device_target: ``Ascend``: the published figure of the 910B. ``CPU``: measured once (about 0.2 s) as
+            the best of several 1024 x 1024 products in fp32, with the threads that MindSpore uses.
         dtype: compute precision of the run.
     """
     if device_target == "Ascend":

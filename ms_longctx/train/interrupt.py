@@ -18,8 +18,8 @@ class StopRequest:
     """Context manager that turns signals into a flag to read between two steps.
 
     A Python signal handler runs only after a running graph has returned, which can take minutes. Python's C
-    handler writes the signal number into a socket at once, however; a thread reads it there, so that the user gets
-    an answer to the first Ctrl-C immediately and a second one works in the middle of a step.
+    handler writes the signal number into a socket at once, however; a thread reads it there, so that the user
+    gets an answer to the first Ctrl-C immediately and a second one works in the middle of a step.
 
     Must be entered in the main thread.
     """

@@ -121,11 +121,7 @@ class Monitor:
         self.throughput = throughput
         self.device_target = device_target
         self.log = MetricsLog(output_dir, resumed_step)
-        self._bar: tqdm[Any] | None = None
-        if sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total_steps, initial=resumed_step, desc="train", bar_format=_BAR, dynamic_ncols=True
-            )
+        self._bar = _progress_bar(total_steps, resumed_step) if sys.stderr.isatty() else None
 
     def step(self, report: StepReport) -> None:
         """Show a finished step; record it when it is a multiple of ``log_steps``, the last or skipped."""
@@ -203,6 +199,20 @@ class Monitor:
             logger.warning(
                 "matplotlib is not installed, so %s is not drawn; pip install 'ms_longctx[monitor]'", path
             )
+
+
+def _progress_bar(total_steps: int, resumed_step: int) -> tqdm[Any]:
+    # A terminal that reports no size (some containers) would get an empty bar.
+    has_size = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    return tqdm(
+        total=total_steps,
+        initial=resumed_step,
+        desc="train",
+        bar_format=_BAR,
+        dynamic_ncols=has_size,
+        ncols=None if has_size else 100,
+        nrows=None if has_size else 24,
+    )
 
 
 def memory_bytes(device_target: str) -> int:

@@ -11,7 +11,7 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw the loss curve of a metrics log as a PNG.
 
     Args:
-        records: lines of the metrics log; those with ``loss`` and ``lr`` and those with ``eval_loss`` are drawn.
+        records: lines of the metrics log; those with ``loss`` (and ``lr``) or ``eval_loss`` are drawn.
         path: file to write.
         title: text above the picture.
 

@@ -73,6 +73,14 @@ def test_damage_is_named_and_the_previous_one_used(
     assert store.newest() == store.path(12)
 
 
+def test_all_damaged_is_an_error(store: CheckpointStore) -> None:
+    for step in store.steps():
+        (store.path(step) / "model.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match="none of the 2 checkpoints is whole"):
+        store.newest()
+    assert store.steps() == [8, 12]  # nothing was moved
+
+
 def test_writer_that_fails_leaves_the_old_state(store: CheckpointStore) -> None:
     before = sorted(os.listdir(store.directory))
 

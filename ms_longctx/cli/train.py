@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ms-longctx train``: pretraining, supervised fine-tuning and LoRA."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+from typing import Any
+
+from ms_longctx.cli.options import add_config_options, add_resume_option, load_run
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the verb."""
+    parser = subparsers.add_parser(
+        "train", help="train a model", description="Train a model on a set that 'ms-longctx prepare' wrote."
+    )
+    add_config_options(parser)
+    add_resume_option(parser)
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete the earlier run in the output directory"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 0 at the end, 128 + signal number after Ctrl-C or SIGTERM (a checkpoint is saved then)."""
+    config = load_run(args)
+    from ms_longctx.train.trainer import Trainer
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    summary = Trainer(config, overwrite=args.overwrite).train()
+    if summary.stopped_by is not None and summary.step < summary.total_steps:
+        print(f"stopped after step {summary.step} of {summary.total_steps}; saved {summary.checkpoint}")
+        print(f"go on with: {resume_command(sys.argv)}")
+        return 128 + summary.stopped_by
+    print(f"trained {summary.step} steps; saved {summary.checkpoint}")
+    print(f"loss curve: {config.train.output_dir}/loss.png, metrics: {config.train.output_dir}/metrics.jsonl")
+    return 0
+
+
+def resume_command(argv: list[str]) -> str:
+    """The command line that goes on where this one stopped."""
+    kept: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if argument == "--overwrite":
+            continue
+        if name in ("--resume", "--train.resume"):
+            following = "" if equals else next(arguments, "")
+            # Alone, --resume is followed by the next option.
+            if following.startswith("-"):
+                kept.append(following)
+            continue
+        kept.append(argument)
+    return shlex.join([*kept, "--resume"])

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step as compiled graphs: forward, backward, accumulation, clipping and update."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+from mindspore import ParameterTuple, Tensor, nn, ops
+
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.optim.adamw import AdamW
+from ms_longctx.train.objectives import count_supervised
+
+Batch = Mapping[str, np.ndarray]
+COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Args:
+        loss: mean over the supervised tokens of all micro batches, in nats; 0 when there are none.
+        supervised_tokens: how many there were.
+        tokens: positions processed, padding included.
+        grad_norm: global norm of the gradient before clipping.
+        finite: false when a gradient was infinite or NaN; nothing was changed then.
+    """
+
+    loss: float
+    supervised_tokens: int
+    tokens: int
+    grad_norm: float
+    finite: bool
+
+
+class TrainStep:
+    """Trains on the micro batches of one optimizer step.
+
+    The gradient is that of the mean over all supervised tokens of the step, so ``accumulation_steps`` micro
+    batches give what one large batch gives, however unevenly their tokens count. A gradient that is not
+    finite changes neither parameters nor moments.
+
+    With one micro batch everything is one graph and gradients live only until the update. With more, they are
+    summed in place in one fp32 buffer a parameter.
+
+    Args:
+        objective: ``(input_ids, labels, position_ids, document_ids) -> summed loss``; see
+            :mod:`ms_longctx.train.objectives`.
+        optimizer: updates its ``parameters``; clips.
+        accumulation_steps: micro batches of a step.
+        seed: of the dropout masks, where the model has dropout (adapters). The mask of a micro batch follows
+            from this seed and the numbers of step and micro batch, so there is no state to save.
+    """
+
+    def __init__(self, objective: nn.Cell, optimizer: AdamW, accumulation_steps: int = 1, seed: int = 0):
+        self.accumulation_steps = accumulation_steps
+        self._seed = seed
+        keys = [parameter for parameter in objective.get_parameters() if parameter.name == "dropout_key"]
+        self._dropout_key = keys[0] if keys else None
+        if accumulation_steps == 1:
+            self._whole = _WholeStep(objective, optimizer)
+        else:
+            self._accumulate = _AccumulateStep(objective, optimizer.parameters)
+            self._apply = _ApplyStep(self._accumulate.sums, optimizer)
+
+    def __call__(
+        self, batches: Sequence[Batch], learning_rate: float, loss_scale: float = 1.0, step: int = 0
+    ) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            batches: ``accumulation_steps`` micro batches with the columns ``input_ids`` and ``labels`` and,
+                if sequences are packed or padded, ``position_ids`` and ``document_ids``; ``(B, S)`` int32.
+            learning_rate: of this step.
+            loss_scale: factor on the loss during the backward pass (fp16); divided out of the gradient.
+            step: number of the step, for dropout.
+        """
+        if len(batches) != self.accumulation_steps:
+            raise ValueError(f"a step takes {self.accumulation_steps} micro batches, not {len(batches)}")
+        supervised = sum(count_supervised(batch["labels"]) for batch in batches)
+        # Each token's loss enters with this weight: sums over micro batches are the scaled mean already.
+        weight = _scalar(loss_scale / max(supervised, 1))
+        rate, unscale = _scalar(learning_rate), _scalar(1.0 / loss_scale)
+        total = 0.0
+        for index, batch in enumerate(batches):
+            self._draw_dropout(step, index)
+            if self.accumulation_steps == 1:
+                loss, norm, finite = self._whole(*_tensors(batch), weight, rate, unscale)
+            else:
+                loss = self._accumulate(*_tensors(batch), weight)
+            total += float(loss.asnumpy())
+        if self.accumulation_steps > 1:
+            norm, finite = self._apply(rate, unscale)
+        return StepResult(
+            loss=total / max(supervised, 1),
+            supervised_tokens=supervised,
+            tokens=sum(int(batch["input_ids"].size) for batch in batches),
+            grad_norm=float(norm.asnumpy()),
+            finite=bool(finite.asnumpy()),
+        )
+
+    def _draw_dropout(self, step: int, index: int) -> None:
+        if self._dropout_key is not None:
+            drawn = np.random.SeedSequence([self._seed, step, index]).generate_state(1).view(np.int32)
+            self._dropout_key.set_data(Tensor(int(drawn[0]), ms.int32))
+
+
+class EvalStep:
+    """Loss of batches without training.
+
+    Args:
+        objective: as for :class:`TrainStep`.
+    """
+
+    def __init__(self, objective: nn.Cell):
+        self._forward = _Forward(objective)
+
+    def __call__(self, batch: Batch) -> tuple[float, int]:
+        """Summed loss in nats and number of supervised tokens of one batch."""
+        return float(self._forward(*_tensors(batch)).asnumpy()), count_supervised(batch["labels"])
+
+
+class _Forward(nn.Cell):
+    def __init__(self, objective: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.objective = objective
+
+    @ms.jit
+    def construct(self, input_ids, labels, position_ids, document_ids):
+        return self.objective(input_ids, labels, position_ids, document_ids)
+
+
+class _WeightedLoss(nn.Cell):
+    """Loss to differentiate (scaled) and, beside it, the plain sum."""
+
+    def __init__(self, objective: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.objective = objective
+
+    def construct(self, input_ids, labels, position_ids, document_ids, weight):
+        total = self.objective(input_ids, labels, position_ids, document_ids)
+        return total * weight, total
+
+
+class _WholeStep(nn.Cell):
+    def __init__(self, objective: nn.Cell, optimizer: AdamW):
+        super().__init__(auto_prefix=False)
+        self.gradient = ms.value_and_grad(_WeightedLoss(objective), None, optimizer.parameters, has_aux=True)
+        self.optimizer = optimizer
+
+    @ms.jit
+    def construct(self, input_ids, labels, position_ids, document_ids, weight, rate, unscale):
+        (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
+        norm, finite = self.optimizer(grads, rate, unscale)
+        return total, norm, finite
+
+
+class _AccumulateStep(nn.Cell):
+    def __init__(self, objective: nn.Cell, parameters: ParameterTuple):
+        super().__init__(auto_prefix=False)
+        self.gradient = ms.value_and_grad(_WeightedLoss(objective), None, parameters, has_aux=True)
+        self.sums = parameters.clone(prefix="gradient", init="zeros")
+
+    @ms.jit
+    def construct(self, input_ids, labels, position_ids, document_ids, weight):
+        (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
+        for i in range(len(grads)):
+            total = ops.depend(total, ops.assign_add(self.sums[i], grads[i]))
+        return total
+
+
+class _ApplyStep(nn.Cell):
+    """Updates from the summed gradients and sets the sums back to zero."""
+
+    def __init__(self, sums: ParameterTuple, optimizer: AdamW):
+        super().__init__(auto_prefix=False)
+        self.sums = sums
+        self.optimizer = optimizer
+
+    @ms.jit
+    def construct(self, rate, unscale):
+        norm, finite = self.optimizer(self.sums, rate, unscale)
+        for i in range(len(self.sums)):
+            zeros = ops.depend(ops.zeros_like(self.sums[i]), norm)
+            norm = ops.depend(norm, ops.assign(self.sums[i], zeros))
+        return norm, finite
+
+
+def _tensors(batch: Batch) -> list[Tensor | None]:
+    missing = [name for name in COLUMNS[:2] if name not in batch]
+    if missing:
+        raise MsLongctxError(f"a batch has no column {missing[0]!r}; expected {', '.join(COLUMNS)}")
+    return [Tensor(batch[name]) if name in batch else None for name in COLUMNS]
+
+
+def _scalar(value: float) -> Tensor:
+    return Tensor(value, ms.float32)

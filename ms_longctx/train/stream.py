@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endless micro batches of a prepared set, epoch after epoch, from any position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ms_longctx.config import DataConfig
+from ms_longctx.data.dataset import create_dataset
+from ms_longctx.data.manifest import Manifest, load_manifest
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.train.state import Progress
+
+
+class MicroBatches:
+    """Iterates over micro batches and counts in ``progress`` what has been taken.
+
+    Args:
+        data: section ``data`` of the run; ``path`` must be given.
+        batch_size: sequences of a micro batch.
+        progress: where to begin; its ``epoch`` and ``sample`` move with every batch.
+        checks: further arguments of :func:`~ms_longctx.data.dataset.create_dataset` (vocabulary, tokenizer).
+    """
+
+    def __init__(self, data: DataConfig, batch_size: int, progress: Progress, **checks: Any):
+        self.data = data
+        self.batch_size = batch_size
+        self.progress = progress
+        self.checks = checks
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        while True:
+            dataset = create_dataset(
+                str(self.data.path),
+                self.batch_size,
+                self.data.seq_length,
+                num_parallel_workers=self.data.num_parallel_workers,
+                shuffle=self.data.shuffle,
+                seed=self.data.seed,
+                epoch=self.progress.epoch,
+                start_sample=self.progress.sample,
+                drop_last=self.data.drop_last,
+                **self.checks,
+            )
+            for batch in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
+                self.progress.sample += self.batch_size
+                yield batch
+            self.progress.epoch += 1
+            self.progress.sample = 0
+
+
+def open_training_set(data: DataConfig) -> Manifest:
+    """The description of the training set, checked against the layout that the objective needs.
+
+    Raises:
+        MsLongctxError: no path, no prepared set there, or one of another layout.
+    """
+    if data.path is None:
+        raise MsLongctxError("data.path: missing; give the set that 'ms-longctx prepare' wrote (--data_path)")
+    manifest = load_manifest(data.path)
+    if manifest.layout != data.layout:
+        raise MsLongctxError(
+            f"data.path: {data.path} was prepared with layout {manifest.layout!r} and this run needs "
+            f"{data.layout!r} (train.objective: sft trains on answers, pretrain on whole texts); prepare it "
+            "again, or change the objective"
+        )
+    return manifest

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: data, steps, evaluation, checkpoints and what the user sees."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import yaml
+
+from ms_longctx.config import RunConfig
+from ms_longctx.data.dataset import batches_per_epoch, create_dataset
+from ms_longctx.device import select_device
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.optim.schedule import Schedule
+from ms_longctx.train.build import (
+    build_loss_scale,
+    build_model,
+    build_optimizer,
+    check_dtype,
+    tokenizer_fingerprint,
+)
+from ms_longctx.train.checkpoint import write_text
+from ms_longctx.train.flops import flops_per_token, peak_flops
+from ms_longctx.train.interrupt import StopRequest
+from ms_longctx.train.monitor import Monitor, StepReport, Throughput
+from ms_longctx.train.objectives import NextToken, count_supervised
+from ms_longctx.train.resume import check_changes, check_data
+from ms_longctx.train.rundir import CONFIG_FILE, RunDirectory
+from ms_longctx.train.state import Progress, read_state, restore_state, save_state
+from ms_longctx.train.step import Batch, EvalStep, StepResult, TrainStep
+from ms_longctx.train.stream import MicroBatches, open_training_set
+from ms_longctx.tuning import count_parameters, save_adapter
+
+NO_TOKENS = "no supervised token in the batch"
+NOT_FINITE = "gradient is infinite or NaN"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a call of :meth:`Trainer.train` ended.
+
+    Args:
+        step: optimizer steps done.
+        total_steps: of the whole run.
+        checkpoint: the last one written.
+        stopped_by: number of the signal that ended it early, or ``None``.
+    """
+
+    step: int
+    total_steps: int
+    checkpoint: Path
+    stopped_by: int | None
+
+
+class Trainer:
+    """One training run, new or resumed.
+
+    Args:
+        run: the checked configuration.
+        overwrite: an earlier run in ``train.output_dir`` may be deleted.
+
+    Raises:
+        MsLongctxError: device, data, model, output directory or checkpoint cannot be used, with the reason.
+    """
+
+    def __init__(self, run: RunConfig, overwrite: bool = False):
+        self.run = run
+        self.manifest = open_training_set(run.data)
+        self.total_steps = _total_steps(run)
+        self.device = select_device(run.train.device_target)
+        check_dtype(run.train.dtype, self.device)
+        section = run.train
+        self.directory = RunDirectory(
+            Path(section.output_dir), section.keep_checkpoints, section.resume, overwrite
+        )
+        try:
+            self._build()
+        except BaseException:
+            self.directory.close()
+            raise
+
+    def _build(self) -> None:
+        run, checkpoint = self.run, self.directory.checkpoint
+        saved = None if checkpoint is None else read_state(checkpoint)
+        if saved is not None:
+            check_changes(saved["config"], run.as_dict())
+            check_data(saved["data"], asdict(self.manifest))
+        _seed_everything(run.train.seed)
+        self.model = build_model(run, checkpoint)
+        self.optimizer = build_optimizer(run, self.model)
+        self.loss_scale = build_loss_scale(run)
+        self.schedule = Schedule.from_config(run.optimizer, self.total_steps)
+        self.progress = Progress()
+        if checkpoint is not None and saved is not None:
+            self.progress = restore_state(checkpoint, saved, self.optimizer, self.loss_scale)
+        objective = NextToken(self.model)
+        accumulation = run.train.gradient_accumulation_steps
+        self._train_step = TrainStep(objective, self.optimizer, accumulation, run.train.seed)
+        self._eval_step = EvalStep(objective)
+        self._checks = {
+            "vocab_size": self.model.config.vocab_size,
+            "tokenizer": tokenizer_fingerprint(run),
+        }
+
+    def train(self) -> Summary:
+        """Train to the end, or to the first Ctrl-C or SIGTERM, and save.
+
+        Raises:
+            MsLongctxError: too many skipped steps in a row, or the disk is full.
+        """
+        stated = {key: self._stated(key) for key in sorted({key.split(".")[0] for key in self.run.given})}
+        write_text(self.directory.path / CONFIG_FILE, yaml.safe_dump(stated, sort_keys=False))
+        self.monitor = self._open_monitor()
+        self.monitor.say(self._describe())
+        try:
+            with StopRequest() as stop:
+                self._loop(stop)
+                if not stop.requested:
+                    self._evaluate_at_end()
+                checkpoint = self._save()
+        finally:
+            self.monitor.close()
+            self.directory.close()
+        return Summary(self.progress.step, self.total_steps, checkpoint, stop.signal)
+
+    def evaluate(self) -> tuple[float, int]:
+        """Mean loss in nats over the supervised tokens of ``data.eval_path``, and how many there are."""
+        data = self.run.data
+        dataset = create_dataset(
+            str(data.eval_path),
+            self.run.train.batch_size,
+            data.seq_length,
+            num_parallel_workers=data.num_parallel_workers,
+            shuffle=False,
+            drop_last=False,
+            **self._checks,
+        )
+        self.model.set_train(False)
+        total, tokens = 0.0, 0
+        for batch in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
+            loss, count = self._eval_step(batch)
+            total += loss
+            tokens += count
+        self.model.set_train()
+        return total / max(tokens, 1), tokens
+
+    def _loop(self, stop: StopRequest) -> None:
+        section, progress = self.run.train, self.progress
+        batches = iter(MicroBatches(self.run.data, section.batch_size, progress, **self._checks))
+        while progress.step < self.total_steps and not stop.requested:
+            step_batches = [next(batches) for _ in range(section.gradient_accumulation_steps)]
+            self._step(step_batches)
+            if section.eval_steps and progress.step % section.eval_steps == 0:
+                self._report_evaluation()
+            if section.save_steps and progress.step % section.save_steps == 0:
+                self._save()
+
+    def _step(self, batches: list[Batch]) -> None:
+        scale, rate = self.loss_scale.scale, self.schedule(self.progress.step)
+        start = time.perf_counter()
+        result = None
+        if any(count_supervised(batch["labels"]) for batch in batches):
+            result = self._train_step(batches, rate, scale, self.progress.step)
+        self.progress.step += 1
+        report = _report(self.progress.step, result, batches, rate, scale, time.perf_counter() - start)
+        self.progress.tokens += 0 if report.skipped else report.supervised_tokens
+        self.monitor.step(report)
+        if result is not None:
+            self.loss_scale.update(result.finite)
+
+    def _report_evaluation(self) -> None:
+        loss, tokens = self.evaluate()
+        self.monitor.evaluation(self.progress.step, loss, tokens)
+
+    def _evaluate_at_end(self) -> None:
+        done = self.run.train.eval_steps and self.progress.step % self.run.train.eval_steps == 0
+        if self.run.data.eval_path is not None and not done:
+            self._report_evaluation()
+
+    def _save(self) -> Path:
+        parameters = list(self.model.trainable_params()) + list(self.optimizer.state().values())
+        size = sum(parameter.nbytes for parameter in parameters)
+        return self.directory.store.save(self.progress.step, self._write_checkpoint, size)
+
+    def _write_checkpoint(self, directory: Path) -> None:
+        if self.run.lora.enabled:
+            save_adapter(self.model, directory, self.run.model.pretrained or "")
+        else:
+            self.model.save_pretrained(directory)
+        facts = {"config": self.run.as_dict(), "data": asdict(self.manifest)}
+        save_state(directory, self.progress, self.optimizer, self.loss_scale, facts)
+
+    def _open_monitor(self) -> Monitor:
+        trained, _ = count_parameters(self.model)
+        adapters = trained if self.run.lora.enabled else 0
+        flops = flops_per_token(self.model.config, self.run.data.seq_length, adapters)
+        throughput = Throughput(flops, peak_flops(self.device, self.run.train.dtype))
+        return Monitor(
+            self.directory.path,
+            self.total_steps,
+            self.progress.step,
+            self.run.train.log_steps,
+            throughput,
+            self.device,
+        )
+
+    def _describe(self) -> str:
+        trained, total = count_parameters(self.model)
+        section = self.run.train
+        start = f"resuming after step {self.progress.step}" if self.progress.step else "starting"
+        return (
+            f"{start}: {trained:,} of {total:,} parameters train on {self.device} in {section.dtype}, "
+            f"{self.total_steps} steps of {section.batch_size} x {section.gradient_accumulation_steps} "
+            f"sequences of {self.run.data.seq_length} tokens from {self.manifest.samples:,} samples"
+        )
+
+    def _stated(self, section: str) -> dict[str, Any]:
+        """The keys of a section that file and command line state."""
+        values = self.run.as_dict()[section]
+        return {name: value for name, value in values.items() if f"{section}.{name}" in self.run.given}
+
+
+def _report(
+    step: int, result: StepResult | None, batches: list[Batch], rate: float, scale: float, seconds: float
+) -> StepReport:
+    skipped = NO_TOKENS if result is None else None if result.finite else NOT_FINITE
+    done = skipped is None and result is not None
+    return StepReport(
+        step=step,
+        loss=result.loss if result is not None and np.isfinite(result.loss) else None,
+        lr=rate,
+        grad_norm=result.grad_norm if done and result is not None else None,
+        tokens=sum(int(batch["input_ids"].size) for batch in batches),
+        supervised_tokens=0 if result is None else result.supervised_tokens,
+        seconds=seconds,
+        loss_scale=scale,
+        skipped=skipped,
+    )
+
+
+def _total_steps(run: RunConfig) -> int:
+    section = run.train
+    batches = batches_per_epoch(str(run.data.path), section.batch_size, drop_last=run.data.drop_last)
+    if not batches:
+        raise MsLongctxError(
+            f"data.path: {run.data.path} has fewer samples than train.batch_size = {section.batch_size}; "
+            "prepare more data, lower the batch size, or set data.drop_last to false"
+        )
+    if section.max_steps is not None and section.epochs is None:
+        return section.max_steps
+    steps = (section.epochs or 1) * batches // section.gradient_accumulation_steps
+    if not steps:
+        raise MsLongctxError(
+            f"data.path: {section.epochs or 1} epoch(s) of {batches} batches give no step of "
+            f"train.gradient_accumulation_steps = {section.gradient_accumulation_steps}; lower it, or set "
+            "train.max_steps"
+        )
+    return min(steps, section.max_steps or steps)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    ms.set_seed(seed)  # numpy's too
+    ms.manual_seed(seed)

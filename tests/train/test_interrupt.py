@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals during a call that does not return to Python: noticed at once, the second ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ms_longctx.train.interrupt import StopRequest
+
+REPOSITORY = Path(__file__).parents[2]
+
+# ctypes' sleep releases the GIL and resumes after a signal, as a running graph does.
+PROGRAM = textwrap.dedent(
+    """
+    import ctypes, sys
+    from ms_longctx.train.interrupt import StopRequest
+    with StopRequest() as stop:
+        print("ready", flush=True)
+        for _ in range(int(sys.argv[1])):
+            ctypes.CDLL(None).usleep(900_000)
+            if stop.requested:
+                break
+    print("stopped" if stop.requested else "finished", stop.signal, flush=True)
+    """
+)
+
+
+def start(rounds: int) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(rounds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_is_answered_and_the_loop_ends(number: signal.Signals) -> None:
+    process = start(30)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert out == f"stopped {int(number)}\n" and process.returncode == 0
+    assert number.name in err and "finishing this step" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_ends_at_once(number: signal.Signals) -> None:
+    process = start(30)
+    process.send_signal(number)
+    time.sleep(0.1)
+    sent = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number and time.monotonic() - sent < 0.5
+    assert out == "" and "again" in err
+
+
+def test_without_signal_and_handlers_restored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert not stop.requested and signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
