@@ -21,12 +21,22 @@ _FORMAT = "ms_longctx prepared set 1"
 
 @dataclass(frozen=True)
 class Shard:
-    """One MindRecord file: name (without directory), bytes of it and of its ``.db`` index, samples inside."""
+    """One MindRecord file.
+
+    Attributes:
+        name: without directory.
+        size, index_size: bytes of the file and of its ``.db`` index.
+        samples, tokens, supervised_tokens: what is in it.
+        longest: tokens of its longest sample.
+    """
 
     name: str
     size: int
     index_size: int
     samples: int
+    tokens: int
+    supervised_tokens: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -34,27 +44,43 @@ class Manifest:
     """Description of a prepared set.
 
     Attributes:
-        samples, tokens, supervised_tokens: totals over all shards.
-        longest: tokens of the longest sample.
         seq_length: limit the samples were cut to.
         layout: ``sft`` or ``lm``.
         format: format of the source rows.
         tokenizer: fingerprint of the tokenizer (:meth:`ms_longctx.data.tokenizer.Tokenizer.fingerprint`).
         vocab_size, pad_id: of that tokenizer.
+        source: digest of the settings and input files it was made from.
         shards: the files, in order.
     """
 
-    samples: int
-    tokens: int
-    supervised_tokens: int
-    longest: int
     seq_length: int
     layout: str
     format: str
     tokenizer: str
     vocab_size: int
     pad_id: int
+    source: str
     shards: tuple[Shard, ...]
+
+    @property
+    def samples(self) -> int:
+        """Samples in all files."""
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all files."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Tokens that are learned."""
+        return sum(shard.supervised_tokens for shard in self.shards)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(shard.longest for shard in self.shards)
 
 
 def manifest_path(path: Path) -> Path:

@@ -136,6 +136,10 @@ class Tokenizer(ABC):
             )
         return self._token_bytes[index]
 
+    def token_text(self, index: int) -> str:
+        """Return :meth:`token_bytes` as text."""
+        return self.token_bytes(index).decode("utf-8", "replace")
+
     def byte_offsets(self, text: str, ids: Sequence[int], continues: bool = False) -> np.ndarray | None:
         """Where each token starts in the UTF-8 bytes of ``text``: int64 ``(len(ids) + 1,)``, last the end.
 
@@ -185,10 +189,7 @@ class Tokenizer(ABC):
 
     def _template_tokens(self) -> dict[str, str]:
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        return {
-            name: "" if index is None else self._token_bytes[index].decode("utf-8", "replace")
-            for name, index in named.items()
-        }
+        return {name: "" if index is None else self.token_text(index) for name, index in named.items()}
 
 
 class StreamDecoder:
