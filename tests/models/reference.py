@@ -92,8 +92,8 @@ def torch_logits(model: transformers.PreTrainedModel, ids: np.ndarray, **inputs:
 def torch_gradients(
     model: transformers.PreTrainedModel, ids: np.ndarray, labels: np.ndarray, **inputs: Any
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Mean loss over the labels (already shifted, so transformers' own shift is not used) and all
-    gradients.""" model.zero_grad()
+    """Mean loss over the labels (already shifted: transformers' own shift is not used) and all gradients."""
+    model.zero_grad()
     logits = model(torch.tensor(ids).long(), **inputs).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(labels).long().flatten())
     loss.backward()

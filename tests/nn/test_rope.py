@@ -57,8 +57,8 @@ def pynative() -> Iterator[None]:
     + [(name, ms.GRAPH_MODE, 150) for name in ("yarn", "dynamic", "longrope")],
 )
 def test_tables_equal_transformers(name: str, mode: int, length: int) -> None:
-    """150 is past max_position_embeddings; the reference's fp32 angles are wrong by up to 150 * 6e-8
-    radians.""" ms.set_context(mode=mode)
+    """150 is past max_position_embeddings; the reference's fp32 angles are off by up to 150 * 6e-8."""
+    ms.set_context(mode=mode)
     ours, theirs = both_configs(SCALINGS[name])
     positions = np.arange(length, dtype=np.int32)[None]
     reference = LlamaRotaryEmbedding(theirs)(torch.zeros(1), torch.tensor(positions).long())
@@ -88,8 +88,8 @@ def test_far_positions_keep_float64_accuracy() -> None:
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_length_dependent_rows_do_not_depend_on_each_other(name: str) -> None:
-    """A short row beside a long one, and after a long call, equals the short row alone; the long one
-    differs.""" config, _ = both_configs(SCALINGS[name], max_position_embeddings=32)
+    """A short row beside a long one, and after a long call, equals the short row alone."""
+    config, _ = both_configs(SCALINGS[name], max_position_embeddings=32)
     tables = RotaryTables(config)
     long = np.arange(80, dtype=np.int32)
     short = np.where(long < 20, long, 0).astype(np.int32)
