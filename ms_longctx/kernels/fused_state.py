@@ -60,3 +60,15 @@ def make_global_norm() -> Callable:
         return reduce_all(*grads)
 
     return global_norm
+
+
+def make_cache_append() -> Callable:
+    """``append(key_cache, value_cache, keys, values, start) -> offsets``: write into a cache, in place.
+
+    - ``key_cache``, ``value_cache``: Parameters ``(B, L, H, D)``, changed in place;
+    - ``keys``, ``values``: ``(B, C, H, D)`` of the same type (fp32 or fp16);
+    - ``start``: int32 tensor whose first element is the position of the first row; raises if start + C > L;
+    - ``offsets``: int32 ``(2,)``: start and start + C, which is what ``FlashAttention`` takes. Attention must
+      use this tensor (or caches that ``ops.depend`` on it): then reading follows writing.
+    """
+    return operator("FusedCacheAppend", lambda *shapes: [2], lambda *dtypes: ms.int32)

@@ -5,6 +5,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
+from ms_longctx.nn.backend import implementation as choose
+
 
 class Linear(nn.Cell):
     """``y = x @ weight.T + bias``.
@@ -14,6 +16,7 @@ class Linear(nn.Cell):
         bias: whether there is a bias.
         dtype: type of the parameters; they are cast to the type of ``x`` where used.
         std: standard deviation of the initial weight (the bias starts at 0).
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
 
     Inputs:
         x: ``(..., in_features)``.
@@ -29,6 +32,7 @@ class Linear(nn.Cell):
         bias: bool = False,
         dtype: ms.Type = ms.float32,
         std: float = 0.02,
+        implementation: str = "auto",
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -39,10 +43,20 @@ class Linear(nn.Cell):
         if bias:
             self.bias = Parameter(initializer("zeros", (out_features,), dtype), name="bias")
         self.matmul = ops.MatMul(transpose_b=True)
+        self.skinny = None
+        self.skinny_rows = 0
+        if choose(implementation) == "cpu_kernel":
+            from ms_longctx.kernels.fused import MAX_ROWS, make_skinny_linear
+
+            self.skinny = make_skinny_linear()
+            self.skinny_rows = MAX_ROWS
 
     def construct(self, x: Tensor) -> Tensor:
         rows = ops.reshape(x, (-1, self.in_features))
-        y = self.matmul(rows, ops.cast(self.weight, x.dtype))
+        if rows.shape[0] <= self.skinny_rows:
+            y = self.skinny(rows, self.weight)
+        else:
+            y = self.matmul(rows, ops.cast(self.weight, x.dtype))
         if self.bias is not None:
             y = y + ops.cast(self.bias, x.dtype)
         return ops.reshape(y, x.shape[:-1] + (self.out_features,))
