@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Attention over described masks: one meaning, an implementation for each kind of hardware."""

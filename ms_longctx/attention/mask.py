@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a query may see, as a description: never a dense matrix of sequence length squared."""
+"""The mask of attention as a description. No dense (Sq, Sk) tensor is ever part of an interface."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from ms_longctx.errors import MsLongctxError
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The static half of an attention mask; tensors (document ids, slopes, offsets) travel beside it.
+    """Which keys a query sees, and what is added to their scores. Conditions are joined by *and*.
 
-    The query at position i sees the key at position j when all of these hold.
+    A query at position ``i`` sees a key at position ``j`` if and only if
 
-    Args:
-        causal: ``j <= i``.
-        window: ``i - j < window``; ``None`` means no limit.
-        chunk: ``i // chunk == j // chunk``; ``None`` means no limit.
-        alibi: adds ``slope[head] * (j - i)`` to the scores (Press et al., 2022, arXiv 2108.12409).
-        documents: both tokens have the same document id, and it is not -1 (padding).
+    - ``j <= i`` where ``causal``;
+    - ``i - j < window`` where ``window`` is given (so ``window=1`` with ``causal`` is the token itself);
+    - ``i // chunk == j // chunk`` where ``chunk`` is given;
+    - both carry the same document id, and that id is not -1 (padding), where ``documents``.
+
+    ``alibi`` adds ``slope_h * (j - i)`` to the scaled score of head ``h`` (Press et al. 2022, arXiv:2108.12409).
+    A query that sees no key yields output 0 and log-sum-exp ``-inf``.
+
+    Tensors travel beside the description: positions, document ids and slopes are arguments of the attention.
+
+    Raises:
+        MsLongctxError: ``window`` or ``chunk`` is less than 1.
     """
 
     causal: bool = True
@@ -31,5 +37,5 @@ class MaskSpec:
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise MsLongctxError(f"attention mask: {name} is {value}; expected a positive number or None")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise MsLongctxError(f"MaskSpec.{name} is {value!r}; expected None or a whole number of at least 1")

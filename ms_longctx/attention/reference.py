@@ -1,64 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain operators, with the score matrix held whole: the meaning of every other implementation."""
+"""Attention out of plain MindSpore operators: what the numbers mean, and the way out where no kernel runs.
 
-import mindspore as ms
-from mindspore import ops
+Needs memory of (Sq, Sk) for every head. Runs on every backend, in float32 inside.
+"""
+
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
 
 from ms_longctx.attention.mask import MaskSpec
 
-_MASKED = -1e30
+_HIDDEN = -3.0e38  # a finite stand-in for -infinity keeps gradients of unseen keys at 0 instead of NaN
 
 
-def reference_attention(q, k, v, spec: MaskSpec, scale, q_documents, k_documents, slopes, q_start, kv_len):
-    """Attention over the mask ``spec``, computed in fp32.
+def visible(
+    spec: MaskSpec, q_position: Tensor, k_position: Tensor, q_documents: Tensor, k_documents: Tensor
+) -> Tensor:
+    """The mask, dense.
 
     Args:
-        q: ``(B, Sq, H, D)``.
-        k, v: ``(B, Sk, Hkv, D)``; H is a multiple of Hkv.
-        q_documents, k_documents: ``(B, Sq)``, ``(B, Sk)`` int32, used if ``spec.documents``.
-        slopes: ``(H,)`` fp32, used if ``spec.alibi``.
-        q_start: position of query 0 (the keys begin at 0).
-        kv_len: number of valid keys.
+        spec: what to apply.
+        q_position: (B or 1, Sq) int32.
+        k_position: (B or 1, Sk) int32.
+        q_documents: (B, Sq) int32; ignored unless ``spec.documents``.
+        k_documents: (B, Sk) int32; ignored unless ``spec.documents``.
 
     Returns:
-        ``(B, Sq, H, D)`` in q's dtype, and the log-sum-exp ``(B, H, Sq)`` in fp32. A query that sees nothing gets
-        0 and -inf.
+        (B or 1, Sq, Sk) bool, true where the query sees the key.
     """
-    batch, q_length, heads, dim = q.shape
-    k_length, kv_heads = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    grouped = ops.reshape(ops.cast(q, ms.float32), (batch, q_length, kv_heads, group, dim))
-    grouped = ops.transpose(grouped, (0, 2, 3, 1, 4))
-    keys = ops.expand_dims(ops.transpose(ops.cast(k, ms.float32), (0, 2, 3, 1)), 2)
-    values = ops.expand_dims(ops.transpose(ops.cast(v, ms.float32), (0, 2, 1, 3)), 2)
-    scores = ops.matmul(grouped, keys) * scale
-
-    rows = ops.reshape(ops.arange(q_length), (q_length, 1)) + q_start
-    columns = ops.reshape(ops.arange(k_length), (1, k_length))
-    visible = ops.logical_and(columns < kv_len, rows == rows)
+    i = q_position.expand_dims(2)
+    j = k_position.expand_dims(1)
+    seen = ops.equal(i - i + j, j)
     if spec.causal:
-        visible = ops.logical_and(visible, columns <= rows)
+        seen = ops.logical_and(seen, j <= i)
     if spec.window is not None:
-        visible = ops.logical_and(visible, rows - columns < spec.window)
+        seen = ops.logical_and(seen, i - j < spec.window)
     if spec.chunk is not None:
-        visible = ops.logical_and(visible, rows // spec.chunk == columns // spec.chunk)
-    visible = ops.reshape(visible, (1, 1, 1, q_length, k_length))
+        seen = ops.logical_and(seen, ops.floor_divide(i, spec.chunk) == ops.floor_divide(j, spec.chunk))
     if spec.documents:
-        same = ops.expand_dims(q_documents, 2) == ops.expand_dims(k_documents, 1)
-        same = ops.logical_and(same, ops.expand_dims(k_documents, 1) >= 0)
-        visible = ops.logical_and(visible, ops.reshape(same, (batch, 1, 1, q_length, k_length)))
-    if spec.alibi:
-        distance = ops.cast(columns - rows, ms.float32)
-        scores = scores + ops.reshape(slopes, (1, kv_heads, group, 1, 1)) * distance
-    scores = ops.where(visible, scores, ops.full_like(scores, _MASKED))
+        same = q_documents.expand_dims(2) == k_documents.expand_dims(1)
+        seen = ops.logical_and(seen, ops.logical_and(same, q_documents.expand_dims(2) >= 0))
+    return seen
 
-    top = ops.stop_gradient(ops.amax(scores, -1, True))
-    weights = ops.exp(scores - top) * ops.cast(visible, ms.float32)
-    total = ops.reduce_sum(weights, -1)
-    empty = total == 0
-    total = ops.where(empty, ops.ones_like(total), total)
-    out = ops.matmul(weights / ops.expand_dims(total, -1), values)
-    out = ops.reshape(ops.transpose(out, (0, 3, 1, 2, 4)), (batch, q_length, heads, dim))
-    lse = ops.log(total) + ops.squeeze(top, -1)
-    lse = ops.where(empty, ops.full_like(lse, -float("inf")), lse)
-    return ops.cast(out, q.dtype), ops.reshape(lse, (batch, heads, q_length))
+
+class ReferenceAttention(nn.Cell):
+    """Attention by dense operators; arguments and results as :class:`ms_longctx.attention.flash.FlashAttention`.
+
+    ``construct`` takes every argument; those the description does not use are ignored. It returns ``(out, lse)``.
+    """
+
+    def __init__(self, spec: MaskSpec, scale: float | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.scale = scale
+
+    def construct(self, q, k, v, q_documents, k_documents, alibi_slopes, offsets):  # noqa: ANN001, ANN201
+        batch, q_length, heads, dim = q.shape
+        k_length, kv_heads = k.shape[1], k.shape[2]
+        group = heads // kv_heads
+        scale = dim**-0.5 if self.scale is None else self.scale
+
+        rows = ops.arange(k_length).astype(mstype.int32).expand_dims(0)
+        q_position = ops.arange(q_length).astype(mstype.int32).expand_dims(0)
+        k_position = rows
+        if offsets.shape[-1] == 1:
+            q_position = q_position + (k_length - q_length)
+            seen = visible(self.spec, q_position, k_position, q_documents, k_documents)
+        else:
+            offsets = offsets.reshape((-1, offsets.shape[-1]))
+            q_position = q_position + offsets[:, 0:1]
+            if offsets.shape[1] == 3:
+                k_position = rows + offsets[:, 2:3]
+            seen = visible(self.spec, q_position, k_position, q_documents, k_documents)
+            seen = ops.logical_and(seen, (rows < offsets[:, 1:2]).expand_dims(1))
+        seen = seen.expand_dims(1).expand_dims(1)  # (B or 1, 1, 1, Sq, Sk)
+
+        # Query heads that share a key/value head are one axis: k and v are not repeated.
+        q5 = q.astype(mstype.float32).reshape((batch, q_length, kv_heads, group, dim)).transpose((0, 2, 3, 1, 4))
+        k5 = k.astype(mstype.float32).transpose((0, 2, 3, 1)).expand_dims(2)
+        v5 = v.astype(mstype.float32).transpose((0, 2, 1, 3)).expand_dims(2)
+        scores = ops.matmul(q5, k5) * scale
+        if self.spec.alibi:
+            distance = (k_position.expand_dims(1) - q_position.expand_dims(2)).astype(mstype.float32)
+            slopes = alibi_slopes.astype(mstype.float32).reshape((1, kv_heads, group, 1, 1))
+            scores = scores + slopes * distance.expand_dims(1).expand_dims(1)
+        scores = ops.select(seen.broadcast_to(scores.shape), scores, ops.full_like(scores, _HIDDEN))
+        top = ops.stop_gradient(scores.max(axis=-1, keepdims=True))
+        weights = ops.exp(scores - top) * seen.astype(mstype.float32)
+        total = weights.sum(axis=-1, keepdims=True)
+        blind = total == 0
+        total = ops.select(blind, ops.ones_like(total), total)
+        out = ops.matmul(weights, v5) / total
+        out = out.transpose((0, 3, 1, 2, 4)).reshape(q.shape).astype(q.dtype)
+        lse = ops.select(blind, ops.full_like(total, float("-inf")), top + ops.log(total))
+        return out, lse.reshape((batch, heads, q_length))

@@ -33,7 +33,7 @@ def reason() -> str:
         return "switched off by MS_LONGCTX_KERNELS=off"
     path = library_path()
     if not path.exists():
-        note = _HERE / "build_failure.txt"
+        note = _HERE / "build" / "failure.txt"
         why = note.read_text().strip() if note.exists() else "they were never built"
         return f"{path} does not exist: {why} (to build them: python -m ms_longctx.kernels.build)"
     try:

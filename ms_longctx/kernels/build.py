@@ -32,7 +32,7 @@ from ms_longctx.errors import MsLongctxError
 PACKAGE_DIR = Path(__file__).resolve().parent
 SOURCE_DIR = PACKAGE_DIR / "csrc"
 LIBRARY_NAME = "libms_longctx_kernels.so"
-FAILURE_NOTE = "build_failure.txt"
+FAILURE_NOTE = "build/failure.txt"
 
 # MindSpore's wheels use the old std::string ABI. FMA contraction is wanted, -ffast-math is not (infinities).
 COMMON_FLAGS = (
