@@ -9,6 +9,7 @@ must depend on its result (``ops.depend``).
 from collections.abc import Callable
 
 import mindspore as ms
+from mindspore.ops.signature import make_sig, sig_kind, sig_rw
 
 from ms_longctx.kernels.custom import operator
 
@@ -39,6 +40,11 @@ def make_adamw(beta1: float, beta2: float, eps: float, weight_decay: float) -> C
         eps=float(eps),
         weight_decay=float(weight_decay),
     )
+    # Declared as a write, MindSpore hands over the parameters themselves and keeps the order. Undeclared, it
+    # hands over copies as soon as the graph has another side effect, and training silently does nothing.
+    update_all.add_prim_attr("side_effect_mem", True)
+    scalars = [make_sig(name) for name in ("learning_rate", "step", "grad_scale", "skip")]
+    update_all.set_signatures([*scalars, make_sig("tensors", sig_rw.RW_WRITE, sig_kind.KIND_VAR_POSITIONAL)])
 
     def update(learning_rate, step, grad_scale, skip, params, exp_avg, exp_avg_sq, grads):
         return update_all(learning_rate, step, grad_scale, skip, *params, *exp_avg, *exp_avg_sq, *grads)
