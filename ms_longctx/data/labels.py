@@ -42,5 +42,6 @@ def shift_labels(tokens: np.ndarray, runs: np.ndarray) -> np.ndarray:
 
 def supervised_tokens(runs: np.ndarray) -> int:
     """Return how many labels of a document are not ``IGNORE``."""
-    total = int(runs[1::2].sum())
-    return total - 1 if len(runs) > 1 and runs[0] == 0 and runs[1] > 0 else total
+    stretches = np.flatnonzero(runs)
+    starts_supervised = len(stretches) > 0 and stretches[0] % 2 == 1
+    return int(runs[1::2].sum()) - int(starts_supervised)

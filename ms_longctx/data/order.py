@@ -27,7 +27,9 @@ def epoch_order(samples: int, shuffle: bool, seed: int, epoch: int) -> np.ndarra
     """Return the order of all samples in ``epoch``: int64 ``(samples,)``, the same on every machine."""
     if not shuffle:
         return np.arange(samples, dtype=np.int64)
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+    # numpy keeps the raw stream of a bit generator stable over versions, not what permutation() makes of it.
+    keys = np.random.PCG64([seed, epoch]).random_raw(samples)
+    return np.argsort(keys, kind="stable")
 
 
 def rank_order(

@@ -17,32 +17,11 @@ from ms_longctx.errors import MsLongctxError
 
 GOLDEN = json.loads((Path(__file__).parent / "llama_cpp_smollm2.json").read_text())["rows"]
 TEXTS = [row["text"] for row in GOLDEN]
-# Characters that only these tokenizers treat differently from every other text: SentencePiece writes a space as
-# U+2581, so that character itself cannot come back; surrogates are not text.
-# SmolLM2's vocabulary lacks these bytes altogether (its own tokenizer drops them too): no id could bring them back.
+# SmolLM2's vocabulary lacks these bytes altogether (its own tokenizer drops them too).
 SMOLLM2_LACKS = set(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
+# SentencePiece writes a space as U+2581, so that character itself cannot come back; surrogates are not text.
 ANY_TEXT = st.text(st.characters(exclude_characters="\u2581", exclude_categories=("Cs",)), max_size=60)
 SMOLLM2_TEXT = ANY_TEXT.filter(lambda text: not SMOLLM2_LACKS & set(text.encode()))
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_gguf: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_gguf)
-
-
-@pytest.fixture(scope="session")
-def mistral(sentencepiece_model: Path) -> Tokenizer:
-    return load_tokenizer(sentencepiece_model)
-
-
-@pytest.fixture(scope="session")
-def smollm2_directory(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory written by transformers from the same model."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    reference = transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
-    reference.eos_token = "<|im_end|>"  # transformers 4.57 reads BOS in its place from this file
-    reference.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session", params=["legacy", "metaspace"])
@@ -58,7 +37,7 @@ def llama_directory(
     return folder
 
 
-# --- ids equal the reference -------------------------------------------------------------------------------
+# --- ids equal the reference ---
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: ascii(row["text"])[:30])
@@ -126,7 +105,7 @@ def _pair(folder: Path) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast
     return _PAIRS[folder]
 
 
-# --- decode(encode(x)) == x ---------------------------------------------------------------------------------
+# --- decode(encode(x)) == x ---
 
 
 @settings(max_examples=300, deadline=None)
@@ -153,7 +132,7 @@ def test_decode_equals_transformers(smollm2_directory: Path, llama_directory: Pa
         )
 
 
-# --- streaming ------------------------------------------------------------------------------------------------
+# --- streaming ---
 
 
 @settings(max_examples=150, deadline=None)
@@ -193,7 +172,7 @@ def test_stream_after_prompt_keeps_the_leading_space(mistral: Tokenizer) -> None
     assert mistral.encode("cat sat", continues=True)[-1] == ids[-1]
 
 
-# --- special tokens, offsets, errors --------------------------------------------------------------------------
+# --- special tokens, offsets, errors ---
 
 
 def test_exactly_one_bos(mistral: Tokenizer, sentencepiece_model: Path) -> None:
