@@ -77,7 +77,7 @@ class LlamaAttention(nn.Cell):
     ) -> Tensor:
         """Attend to everything in the cache, the tokens ``x`` included."""
         q, k, v = self.project(x, cos, sin)
-        keys, values = cache.append(layer, k, v, offsets[0])
+        keys, values, offsets = cache.append(layer, k, v, offsets)
         if kv_documents is None:
             out = self.attention(q, keys, values, None, None, self.slopes, offsets)
         else:
@@ -118,8 +118,9 @@ class LlamaDecoderLayer(nn.Cell):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        h = self.self_attn(self.input_layernorm(x), cos, sin, documents)
+        x, h = self.post_attention_layernorm(x, h)
+        return x + self.mlp(h)
 
     def cached(
         self,
@@ -132,9 +133,9 @@ class LlamaDecoderLayer(nn.Cell):
         kv_documents: Tensor | None,
     ) -> Tensor:
         """The same layer over a chunk of tokens whose predecessors are in ``cache``."""
-        h = self.input_layernorm(x)
-        x = x + self.self_attn.cached(h, cos, sin, cache, layer, offsets, kv_documents)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        h = self.self_attn.cached(self.input_layernorm(x), cos, sin, cache, layer, offsets, kv_documents)
+        x, h = self.post_attention_layernorm(x, h)
+        return x + self.mlp(h)
 
 
 class LlamaModel(nn.Cell):

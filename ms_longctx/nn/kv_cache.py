@@ -5,6 +5,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_longctx.config.model import LlamaConfig
+from ms_longctx.nn.backend import implementation as choose
 
 
 class KVCache(nn.Cell):
@@ -20,6 +21,7 @@ class KVCache(nn.Cell):
         rope_length: sequence length that decides the rotary frequencies of ``dynamic`` and ``longrope``
             scaling for the whole generation (cached keys are never rotated again); ``None`` means
             ``max_length``.
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class KVCache(nn.Cell):
         max_length: int,
         dtype: ms.Type = ms.float32,
         rope_length: int | None = None,
+        implementation: str = "auto",
     ) -> None:
         super().__init__()
         self.max_length = max_length
@@ -37,22 +40,30 @@ class KVCache(nn.Cell):
         layers = range(config.num_hidden_layers)
         self.keys = ParameterTuple([_buffer(shape, dtype, f"cache.{i}.keys") for i in layers])
         self.values = ParameterTuple([_buffer(shape, dtype, f"cache.{i}.values") for i in layers])
+        self.use_kernel = choose(implementation) == "cpu_kernel" and dtype in (ms.float32, ms.float16)
+        if self.use_kernel:
+            from ms_longctx.kernels.fused import make_cache_append
+
+            self.write = make_cache_append()
         self.scatter = ops.ScatterNdUpdate()
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``(B, C, kv_heads, head_dim)`` at positions ``start ...`` and return the whole buffers.
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write ``(B, C, kv_heads, head_dim)`` where ``offsets`` (int32, two elements) begin.
 
-        ``start`` is an int32 scalar tensor. The returned tensors must be used instead of the parameters, so
-        that reading follows writing.
+        Returns:
+            All keys, all values and the offsets. Use these: they are what makes reading follow writing.
         """
+        if self.use_kernel:
+            written = self.write(self.keys[layer], self.values[layer], keys, values, offsets)
+            return self.keys[layer], self.values[layer], written
         batch, count = keys.shape[:2]
         rows = ops.broadcast_to(ops.reshape(ops.arange(batch), (batch, 1)), (batch, count))
-        columns = ops.broadcast_to(ops.reshape(ops.arange(count), (1, count)) + start, (batch, count))
+        columns = ops.broadcast_to(ops.reshape(ops.arange(count), (1, count)) + offsets[0], (batch, count))
         index = ops.cast(ops.stack((rows, columns), -1), ms.int32)
-        return (
-            self.scatter(self.keys[layer], index, keys),
-            self.scatter(self.values[layer], index, values),
-        )
+        all_keys = self.scatter(self.keys[layer], index, keys)
+        return all_keys, self.scatter(self.values[layer], index, values), offsets
 
 
 def _buffer(shape: tuple[int, ...], dtype: ms.Type, name: str) -> Parameter:
