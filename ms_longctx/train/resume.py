@@ -90,10 +90,9 @@ def check_data(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Warn when the training set is another one than the checkpoint's (its path alone does not matter).
 
     Args:
-        saved, current: manifests of both sets as plain data.
+        saved, current: both sets as :func:`~ms_longctx.train.stream.describe_set` gives them.
     """
-    same = ("samples", "tokens", "supervised_tokens", "seq_length", "layout", "tokenizer")
-    different = [key for key in same if saved.get(key) != current[key]]
+    different = [key for key in current if saved.get(key) != current[key]]
     if different:
         changes = "; ".join(f"{key} was {saved.get(key)}, now {current[key]}" for key in different)
         logger.warning(

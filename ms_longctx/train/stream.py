@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import mindspore.dataset as ds
 import numpy as np
 
 from ms_longctx.config import DataConfig
@@ -31,25 +32,51 @@ class MicroBatches:
         self.progress = progress
         self.checks = checks
 
+    def open(self) -> ds.Dataset:
+        """The rest of the current epoch.
+
+        Raises:
+            MsLongctxError: the set does not fit the model, or the position is not in it.
+        """
+        return create_dataset(
+            str(self.data.path),
+            self.batch_size,
+            self.data.seq_length,
+            num_parallel_workers=self.data.num_parallel_workers,
+            shuffle=self.data.shuffle,
+            seed=self.data.seed,
+            epoch=self.progress.epoch,
+            start_sample=self.progress.sample,
+            drop_last=self.data.drop_last,
+            **self.checks,
+        )
+
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         while True:
-            dataset = create_dataset(
-                str(self.data.path),
-                self.batch_size,
-                self.data.seq_length,
-                num_parallel_workers=self.data.num_parallel_workers,
-                shuffle=self.data.shuffle,
-                seed=self.data.seed,
-                epoch=self.progress.epoch,
-                start_sample=self.progress.sample,
-                drop_last=self.data.drop_last,
-                **self.checks,
-            )
-            for batch in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
+            for batch in self.open().create_dict_iterator(num_epochs=1, output_numpy=True):
                 self.progress.sample += self.batch_size
                 yield batch
             self.progress.epoch += 1
             self.progress.sample = 0
+
+
+def open_evaluation_set(data: DataConfig, batch_size: int, **checks: Any) -> ds.Dataset:
+    """All of ``data.eval_path`` in its own order; rows of padding complete the last batch."""
+    return create_dataset(
+        str(data.eval_path),
+        batch_size,
+        data.seq_length,
+        num_parallel_workers=data.num_parallel_workers,
+        shuffle=False,
+        drop_last=False,
+        **checks,
+    )
+
+
+def describe_set(manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint records about the training set, to notice when it is another one."""
+    names = ("samples", "tokens", "supervised_tokens", "seq_length", "layout", "tokenizer", "source")
+    return {name: getattr(manifest, name) for name in names}
 
 
 def open_training_set(data: DataConfig) -> Manifest:

@@ -6,16 +6,17 @@ from __future__ import annotations
 import logging
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import mindspore.dataset as ds
 import numpy as np
 import yaml
 
 from ms_longctx.config import RunConfig
-from ms_longctx.data.dataset import batches_per_epoch, create_dataset
+from ms_longctx.data.dataset import batches_per_epoch
 from ms_longctx.device import select_device
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.schedule import Schedule
@@ -35,7 +36,7 @@ from ms_longctx.train.resume import check_changes, check_data
 from ms_longctx.train.rundir import CONFIG_FILE, RunDirectory
 from ms_longctx.train.state import Progress, read_state, restore_state, save_state
 from ms_longctx.train.step import Batch, EvalStep, StepResult, TrainStep
-from ms_longctx.train.stream import MicroBatches, open_training_set
+from ms_longctx.train.stream import MicroBatches, describe_set, open_evaluation_set, open_training_set
 from ms_longctx.tuning import count_parameters, save_adapter
 
 NO_TOKENS = "no supervised token in the batch"
@@ -93,7 +94,7 @@ class Trainer:
         saved = None if checkpoint is None else read_state(checkpoint)
         if saved is not None:
             check_changes(saved["config"], run.as_dict())
-            check_data(saved["data"], asdict(self.manifest))
+            check_data(saved["data"], describe_set(self.manifest))
         _seed_everything(run.train.seed)
         self.model = build_model(run, checkpoint)
         self.optimizer = build_optimizer(run, self.model)
@@ -110,6 +111,11 @@ class Trainer:
             "vocab_size": self.model.config.vocab_size,
             "tokenizer": tokenizer_fingerprint(run),
         }
+        self._batches = MicroBatches(run.data, run.train.batch_size, self.progress, **self._checks)
+        # What does not fit is to be found now, not at the first step or evaluation.
+        self._batches.open()
+        if run.data.eval_path is not None:
+            self._open_evaluation_set()
 
     def train(self) -> Summary:
         """Train to the end, or to the first Ctrl-C or SIGTERM, and save.
@@ -134,16 +140,7 @@ class Trainer:
 
     def evaluate(self) -> tuple[float, int]:
         """Mean loss in nats over the supervised tokens of ``data.eval_path``, and how many there are."""
-        data = self.run.data
-        dataset = create_dataset(
-            str(data.eval_path),
-            self.run.train.batch_size,
-            data.seq_length,
-            num_parallel_workers=data.num_parallel_workers,
-            shuffle=False,
-            drop_last=False,
-            **self._checks,
-        )
+        dataset = self._open_evaluation_set()
         self.model.set_train(False)
         total, tokens = 0.0, 0
         for batch in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
@@ -153,9 +150,12 @@ class Trainer:
         self.model.set_train()
         return total / max(tokens, 1), tokens
 
+    def _open_evaluation_set(self) -> ds.Dataset:
+        return open_evaluation_set(self.run.data, self.run.train.batch_size, **self._checks)
+
     def _loop(self, stop: StopRequest) -> None:
         section, progress = self.run.train, self.progress
-        batches = iter(MicroBatches(self.run.data, section.batch_size, progress, **self._checks))
+        batches = iter(self._batches)
         while progress.step < self.total_steps and not stop.requested:
             step_batches = [next(batches) for _ in range(section.gradient_accumulation_steps)]
             self._step(step_batches)
@@ -196,7 +196,7 @@ class Trainer:
             save_adapter(self.model, directory, self.run.model.pretrained or "")
         else:
             self.model.save_pretrained(directory)
-        facts = {"config": self.run.as_dict(), "data": asdict(self.manifest)}
+        facts = {"config": self.run.as_dict(), "data": describe_set(self.manifest)}
         save_state(directory, self.progress, self.optimizer, self.loss_scale, facts)
 
     def _open_monitor(self) -> Monitor:
