@@ -68,9 +68,10 @@ class BuildKernels(build_ext):
             shutil.copy2(kernels.build(output), target)
         except (MsLongctxError, OSError) as error:
             self.warn(f"the CPU kernels are left out, the package works without them: {error}")
-            note = output / kernels.FAILURE_NOTE
-            if note.is_file():
-                shutil.copy2(note, target.parent / note.name)
+            note, kept = output / kernels.FAILURE_NOTE, target.parent / kernels.FAILURE_NOTE
+            if note.is_file() and note != kept:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(note, kept)  # where the package looks for the reason
 
 
 setup(

@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> Path:
     """A copy of what git tracks for the package, with few kernel sources and nothing built."""
     root = tmp_path / "source"
     shutil.copytree(REPOSITORY / "yaml_configs", root / "yaml_configs")
-    ignore = shutil.ignore_patterns("*.so", "build", "csrc", "__pycache__", "build_failure.txt")
+    ignore = shutil.ignore_patterns("*.so", "build", "csrc", "__pycache__")
     for package in ("ms_longctx", "mindrecord_tools"):
         shutil.copytree(REPOSITORY / package, root / package, ignore=ignore)
     kernels = root / "ms_longctx" / "kernels"
