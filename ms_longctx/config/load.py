@@ -19,6 +19,8 @@ from ms_longctx.config.sections import SECTIONS, RunConfig
 from ms_longctx.config.source import ConfigError, Entry, read_overrides, read_sections
 from ms_longctx.errors import MsLongctxError
 
+_FOLLOWS = {"train.objective": "data.layout", "data.layout": "train.objective"}
+
 
 def load_config(
     name_or_path: str | Path | None,
@@ -69,6 +71,10 @@ class _Stated:
             if twin is not None and twin.value != entry.value and entry.where != "command line":
                 raise entry.error(f"contradicts {twin.name} ({twin.where}), which means the same; keep one")
             fresh[key] = entry
+        # The objective and the layout follow each other: a source that states one drops the other of before.
+        for key, follower in _FOLLOWS.items():
+            if key in fresh and follower not in fresh:
+                self._entries.pop(follower, None)
         self._entries.update(fresh)
 
     def build(self) -> RunConfig:
@@ -119,12 +125,11 @@ class _Stated:
         return outer, replace(entry, value={**base, item: entry.value}, typed=None)
 
     def _align_layout(self) -> None:
-        """``train.objective`` and ``data.layout`` follow each other when only one of them is stated."""
-        objective, layout = self._entries.get("train.objective"), self._entries.get("data.layout")
-        if objective is not None and layout is None and objective.value == "sft":
-            self._entries["data.layout"] = objective
-        elif layout is not None and objective is None and layout.value == "sft":
-            self._entries["train.objective"] = layout
+        """Where only one of objective and layout is stated, ``sft`` goes for both (the defaults agree too)."""
+        for key, follower in _FOLLOWS.items():
+            entry = self._entries.get(key)
+            if entry is not None and entry.value == "sft" and follower not in self._entries:
+                self._entries[follower] = entry
 
 
 def _read_strategy(path: Path) -> list[Entry]:

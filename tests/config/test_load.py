@@ -176,6 +176,15 @@ def test_objective_and_layout_follow_each_other(tmp_path: Path) -> None:
     assert load("{}", tmp_path).data.layout == "lm"
 
 
+def test_a_later_source_moves_objective_and_layout_together() -> None:
+    for override in ("--train.objective=pretrain", "--data.layout=lm"):
+        run = load_config("smollm2-135m", [override])
+        assert (run.train.objective, run.data.layout) == ("pretrain", "lm")
+    for override in ("--train.objective=sft", "--data.layout=sft"):
+        run = load_config("llama-tiny", [override])
+        assert (run.train.objective, run.data.layout) == ("sft", "sft")
+
+
 @pytest.mark.parametrize(("key", "prompt", "answer"), [("prompt_length", 90, 10), ("answer_length", 10, 90)])
 def test_one_part_of_the_split_gives_the_other(key: str, prompt: int, answer: int, tmp_path: Path) -> None:
     run = load(f"data: {{seq_length: 100, {key}: 90}}", tmp_path)
