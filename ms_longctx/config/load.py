@@ -125,7 +125,7 @@ class _Stated:
         return outer, replace(entry, value={**base, item: entry.value}, typed=None)
 
     def _align_layout(self) -> None:
-        """Where only one of objective and layout is stated, ``sft`` goes for both (the defaults agree too)."""
+        """Where only one of objective and layout is stated, ``sft`` goes for both; the defaults agree."""
         for key, follower in _FOLLOWS.items():
             entry = self._entries.get(key)
             if entry is not None and entry.value == "sft" and follower not in self._entries:
