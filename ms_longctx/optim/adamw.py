@@ -125,7 +125,7 @@ class AdamW(nn.Cell):
                 + "; resume with the settings of the checkpoint or start a new run"
             )
         for name, param in state.items():
-            param.set_data(Tensor(arrays[name], param.dtype))
+            param.copy_(Tensor(arrays[name], param.dtype))
 
 
 class _Update(nn.Cell):

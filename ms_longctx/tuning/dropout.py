@@ -8,7 +8,19 @@ run cannot continue the sequence. Here an element's mask is a hash of its positi
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
+from ms_longctx.nn.backend import implementation as choose
+
 KEY_NAME = "dropout_key"
+
+
+def _wrap(value: int) -> int:
+    """The int32 with the same low 32 bits."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+# Odd multipliers of well-known hashes; int32 products wrap around.
+_SEED, _COUNT, _ROW, _COLUMN = map(_wrap, (0x9E3779B9, 0x85EBCA77, 0x9E3779B1, 0x27D4EB2F))
+_MIX_1, _MIX_2, _JOIN_1, _JOIN_2 = map(_wrap, (0x85EBCA6B, 0xC2B2AE35, 0x7FEB352D, 0x2C1B3C6D))
 
 
 def dropout_key() -> Parameter:
@@ -32,7 +44,8 @@ class DropoutKeys:
     def set(self, count: int) -> None:
         """Choose the masks of forward pass number ``count``; equal numbers give equal masks."""
         if self.key is not None:
-            self.key.set_data(Tensor(_wrap(self.seed * 0x9E3779B1 + count * 0x85EBCA77), ms.int32))
+            # In place: a compiled graph does not see a Parameter's new data.
+            self.key.copy_(Tensor(_wrap(self.seed * _SEED + count * _COUNT), ms.int32))
 
 
 class KeyedDropout(nn.Cell):
@@ -42,6 +55,7 @@ class KeyedDropout(nn.Cell):
         p: probability.
         key: from :func:`dropout_key`. The mask changes with its value and nothing else.
         salt: tells the dropouts of one model apart.
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
 
     Inputs:
         x: ``(..., features)``, fp32, fp16 or bf16.
@@ -50,26 +64,33 @@ class KeyedDropout(nn.Cell):
         The same shape and type as ``x``.
     """
 
-    def __init__(self, p: float, key: Parameter, salt: int) -> None:
+    def __init__(self, p: float, key: Parameter, salt: int, implementation: str = "auto") -> None:
         super().__init__(auto_prefix=False)  # the key is shared and keeps its name
         self.key = key
-        self.salt = _wrap(salt * 0x9E3779B9)
-        self.mask = _Mask(p)
+        settings = (_wrap(salt * _SEED), int(round((1 - p) * 2**32)) - 2**31, 1 / (1 - p))
+        if choose(implementation) == "cpu_kernel":
+            from ms_longctx.kernels.dropout import make_keyed_dropout
+
+            self.mask = make_keyed_dropout(*settings)
+        else:
+            self.mask = _Mask(*settings)
 
     def construct(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
         rows = ops.reshape(x, (-1, x.shape[-1]))
-        return ops.reshape(self.mask(rows, self.key + self.salt), x.shape)
+        return ops.reshape(self.mask(rows, self.key), x.shape)
 
 
 class _Mask(nn.Cell):
     """``x`` ``(N, C)`` times its mask. The backward pass hashes again instead of keeping the mask."""
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, salt: int, limit: int, factor: float) -> None:
         super().__init__(auto_prefix=False)
-        self.limit = int(round((1 - p) * 2**32)) - 2**31
-        self.factor = 1 / (1 - p)
+        self.salt = salt
+        self.limit = limit
+        self.factor = factor
+        self.range = ops.Range()
 
     def construct(self, x: Tensor, key: Tensor) -> Tensor:
         return self.apply_mask(x, key)
@@ -79,21 +100,21 @@ class _Mask(nn.Cell):
 
     def apply_mask(self, x: Tensor, key: Tensor) -> Tensor:
         """Rows and columns are hashed apart and mixed once more: cheaper than a full hash per element."""
-        rows = ops.cast(ops.arange(x.shape[0]), ms.int32) * _wrap(0x9E3779B1) + _mix(key)
-        columns = ops.cast(ops.arange(x.shape[1]), ms.int32) * _wrap(0x27D4EB2F) - _mix(key)
-        bits = ops.bitwise_xor(ops.expand_dims(_mix(rows), 1), ops.expand_dims(_mix(columns), 0))
-        bits = bits * _wrap(0x7FEB352D)
+        key = _mix(key + self.salt)
+        rows = _mix(self.positions(x.shape[0]) * _ROW + key)
+        columns = _mix(self.positions(x.shape[1]) * _COLUMN - key)
+        bits = ops.bitwise_xor(ops.expand_dims(rows, 1), ops.expand_dims(columns, 0)) * _JOIN_1
         # This shift keeps the sign, so the xor clears it; the product brings the other 31 bits there.
-        bits = ops.bitwise_xor(bits, ops.bitwise_right_shift(bits, 15)) * _wrap(0x2C1B3C6D)
+        bits = ops.bitwise_xor(bits, ops.bitwise_right_shift(bits, 15)) * _JOIN_2
         return x * (ops.cast(bits < self.limit, x.dtype) * self.factor)
 
-
-def _wrap(value: int) -> int:
-    """The int32 with the same low 32 bits."""
-    return (value + 2**31) % 2**32 - 2**31
+    def positions(self, count: int) -> Tensor:
+        """0, 1, ... as int32. (The control flow in ``ops.arange`` does not compile under recomputation.)"""
+        numbers = self.range(Tensor(0, ms.int32), Tensor(count, ms.int32), Tensor(1, ms.int32))
+        return ops.cast(numbers, ms.int32)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Finaliser of MurmurHash3, short of its first round; the shifts are logical, on int32."""
-    x = ops.bitwise_xor(x, ops.bitwise_and(ops.bitwise_right_shift(x, 16), 0xFFFF)) * _wrap(0x85EBCA6B)
-    return ops.bitwise_xor(x, ops.bitwise_and(ops.bitwise_right_shift(x, 13), 0x7FFFF)) * _wrap(0xC2B2AE35)
+    """Finaliser of MurmurHash3, short of its last round; the shifts are logical, on int32."""
+    x = ops.bitwise_xor(x, ops.bitwise_and(ops.bitwise_right_shift(x, 16), 0xFFFF)) * _MIX_1
+    return ops.bitwise_xor(x, ops.bitwise_and(ops.bitwise_right_shift(x, 13), 0x7FFFF)) * _MIX_2

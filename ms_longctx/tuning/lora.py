@@ -42,8 +42,8 @@ class LowRank(nn.Cell):
         self.lora_B = Linear(config.r, out_features)
         bound = 1 / math.sqrt(in_features)
         first = rng.uniform(-bound, bound, (config.r, in_features)).astype(np.float32)
-        self.lora_A.weight.set_data(Tensor(first))
-        self.lora_B.weight.set_data(Tensor(np.zeros((out_features, config.r), np.float32)))
+        self.lora_A.weight.copy_(Tensor(first))
+        self.lora_B.weight.copy_(Tensor(np.zeros((out_features, config.r), np.float32)))
 
     def construct(self, x: Tensor) -> Tensor:
         if self.dropout is not None:
@@ -97,20 +97,20 @@ class Adapted(nn.Cell):
                 f"{self.weight.name}: the sum with its adapter is not finite in {self.weight.dtype}; "
                 "the adapter has diverged, or load the base in fp32"
             )
-        self.weight.set_data(merged)
+        self.weight.copy_(merged)
         matrices = [adapter.lora_B.weight for adapter, _ in self.parts()]
         self.before_merge = (before, [matrix.asnumpy().copy() for matrix in matrices])
         for matrix in matrices:
-            matrix.set_data(Tensor(np.zeros(matrix.shape, np.float32)))
+            matrix.copy_(Tensor(np.zeros(matrix.shape, np.float32)))
 
     def unmerge(self) -> None:
         """Bring back the weight and the adapters as they were, bit for bit."""
         if self.before_merge is None:
             return
         weight, matrices = self.before_merge
-        self.weight.set_data(Tensor(weight))
+        self.weight.copy_(Tensor(weight))
         for (adapter, _), matrix in zip(self.parts(), matrices, strict=True):
-            adapter.lora_B.weight.set_data(Tensor(matrix))
+            adapter.lora_B.weight.copy_(Tensor(matrix))
         self.before_merge = None
 
 

@@ -44,7 +44,7 @@ class TrainedTensor:
         """Set the values, rounded to the type of the parameter."""
         whole = self.parameter.astype(ms.float32).asnumpy().copy()
         whole[slice(None) if self.rows is None else self.rows] = values
-        self.parameter.set_data(Tensor(whole).astype(self.parameter.dtype))
+        self.parameter.copy_(Tensor(whole).astype(self.parameter.dtype))
 
 
 def adapted_cells(model: nn.Cell) -> dict[str, Adapted]:
