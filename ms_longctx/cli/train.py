@@ -7,6 +7,7 @@ import argparse
 import logging
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from ms_longctx.cli.options import add_config_options, add_resume_option, load_run
@@ -55,4 +56,6 @@ def resume_command(argv: list[str]) -> str:
                 kept.append(following)
             continue
         kept.append(argument)
-    return shlex.join([*kept, "--resume"])
+    program = Path(kept[0])
+    start = ["python", kept[0]] if program.suffix == ".py" else [program.name]
+    return shlex.join([*start, *kept[1:], "--resume"])

@@ -21,7 +21,12 @@ class StopRequest:
     handler writes the signal number into a socket at once, however; a thread reads it there, so that the user
     gets an answer to the first Ctrl-C immediately and a second one works in the middle of a step.
 
+    MindSpore turns a Ctrl-C that arrives while a graph runs into SIGTERM, so the two cannot be told apart.
+
     Must be entered in the main thread.
+
+    Attributes:
+        signal: number of the signal that has arrived, or ``None``.
     """
 
     def __init__(self) -> None:
@@ -61,14 +66,16 @@ class StopRequest:
             number = data[0]
             if number not in _SIGNALS:
                 continue
-            name = signal.Signals(number).name
             if self.requested:
-                sys.stderr.write(f"\n{name} again: stopping at once; the last checkpoint stays valid\n")
-                sys.stderr.flush()
+                _tell("stopping at once; the last complete checkpoint stays valid")
                 os._exit(128 + number)
             self.signal = number
-            sys.stderr.write(f"\n{name}: finishing this step, then saving (once more: stop at once)\n")
-            sys.stderr.flush()
+            _tell("finishing this step, then saving; once more stops at once")
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"\n{message}\n")
+    sys.stderr.flush()
 
 
 def _ignore(number: int, frame: Any) -> None:

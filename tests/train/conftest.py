@@ -69,7 +69,7 @@ def _sample(rng: np.random.Generator, layout: str, masked: bool) -> Sample:
     return np.array(tokens, np.int32), np.array([prompt, length - prompt], np.int32)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def arguments() -> Callable[..., list[str]]:
     """Overrides of a tiny run: 2 layers, 5 heads, 1 key/value head; changes are ``section__key=value``."""
 

@@ -17,15 +17,15 @@ from ms_longctx.train.interrupt import StopRequest
 
 REPOSITORY = Path(__file__).parents[2]
 
-# ctypes' sleep releases the GIL and resumes after a signal, as a running graph does.
+# time.sleep releases the GIL and resumes after a signal, as a running graph does.
 PROGRAM = textwrap.dedent(
     """
-    import ctypes, sys
+    import sys, time
     from ms_longctx.train.interrupt import StopRequest
     with StopRequest() as stop:
         print("ready", flush=True)
         for _ in range(int(sys.argv[1])):
-            ctypes.CDLL(None).usleep(900_000)
+            time.sleep(0.9)
             if stop.requested:
                 break
     print("stopped" if stop.requested else "finished", stop.signal, flush=True)
@@ -51,7 +51,7 @@ def test_first_signal_is_answered_and_the_loop_ends(number: signal.Signals) -> N
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert out == f"stopped {int(number)}\n" and process.returncode == 0
-    assert number.name in err and "finishing this step" in err
+    assert "finishing this step" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -63,7 +63,7 @@ def test_second_signal_ends_at_once(number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number and time.monotonic() - sent < 0.5
-    assert out == "" and "again" in err
+    assert out == "" and "stopping at once" in err
 
 
 def test_without_signal_and_handlers_restored() -> None:

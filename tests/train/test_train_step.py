@@ -113,8 +113,8 @@ def close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolera
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_ten_steps_equal_torch(accumulation: int) -> None:
-    """Reference: transformers' Llama, torch.optim.AdamW with the same two groups, clip_grad_norm_ and the loss
-    over all supervised tokens of a step. Tolerance 1e-4 on every loss, relative 1e-4 on the gradient norm.
+    """Reference: transformers' Llama, torch.optim.AdamW with the same groups, clip_grad_norm_, and the loss over
+    all supervised tokens of a step. Tolerance 1e-4 on each loss, relative 1e-4 on each gradient norm.
     """
     model = make_model()
     reference = torch_copy(model)
