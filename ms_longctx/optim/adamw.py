@@ -9,8 +9,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_longctx import kernels
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.nn.backend import implementation as choose
 from ms_longctx.optim.clip import GlobalNorm
 from ms_longctx.optim.groups import ParamGroup
 
@@ -25,6 +25,7 @@ class AdamW(nn.Cell):
         betas: decay rates of the first and the second moment.
         eps: added to the denominator.
         max_grad_norm: global norm to clip to; ``None``: no clipping.
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
 
     Inputs:
         grads: gradients in the order of :attr:`parameters`, fp32, fp16 or bf16.
@@ -46,6 +47,7 @@ class AdamW(nn.Cell):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         max_grad_norm: float | None = None,
+        implementation: str = "auto",
     ) -> None:
         super().__init__(auto_prefix=False)  # the names of the parameters are the model's
         _check(groups, betas, eps, max_grad_norm)
@@ -55,13 +57,12 @@ class AdamW(nn.Cell):
         self.max_grad_norm = max_grad_norm
         self.parameters = ParameterTuple([param for group in groups for param in group.params])
         self.step = Parameter(Tensor(0, ms.int32), name="step", requires_grad=False)
-        use_kernel = kernels.available() and ms.get_context("device_target") == "CPU"
-        update = _KernelUpdate if use_kernel else _OperatorUpdate
+        update = _KernelUpdate if choose(implementation) == "cpu_kernel" else _OperatorUpdate
         self.updates = nn.CellList([update(group, betas, eps) for group in groups], auto_prefix=False)
         self.lr_scales = tuple(float(group.lr_scale) for group in groups)
         stops = np.cumsum([len(group.params) for group in groups]).tolist()
         self.ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
-        self.norm = GlobalNorm()
+        self.norm = GlobalNorm(implementation)
 
     def construct(self, grads: tuple, learning_rate: Tensor, grad_scale: Tensor) -> tuple:
         norm = self.norm(grads) * grad_scale

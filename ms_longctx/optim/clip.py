@@ -4,11 +4,14 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_longctx import kernels
+from ms_longctx.nn.backend import implementation as choose
 
 
 class GlobalNorm(nn.Cell):
     """Square root of the sum of the squares of all elements.
+
+    Args:
+        implementation: see :func:`ms_longctx.nn.backend.implementation`.
 
     Inputs:
         grads: tuple of tensors, fp32, fp16 or bf16.
@@ -17,10 +20,10 @@ class GlobalNorm(nn.Cell):
         fp32 scalar; inf or NaN if any element is, or if the norm exceeds fp32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, implementation: str = "auto") -> None:
         super().__init__()
         self.kernel = None
-        if kernels.available() and ms.get_context("device_target") == "CPU":
+        if choose(implementation) == "cpu_kernel":
             from ms_longctx.kernels.fused import make_global_norm
 
             self.kernel = make_global_norm()

@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from mindspore import nn
 
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.safetensors_io import StoredTensor, read_header, write_file
 from ms_longctx.tuning.config import LoraConfig
 from ms_longctx.tuning.prepare import get_pe_model, take_out
-from ms_longctx.tuning.trained import adapted_cells, lora_config, trained_tensors
+from ms_longctx.tuning.trained import TrainedTensor, adapted_cells, lora_config, trained_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -37,8 +38,7 @@ def save_adapter(model: nn.Cell, directory: str | Path, base_model: str = "") ->
         MsLongctxError: no adapters, they are merged, or the directory cannot be written.
     """
     config = lora_config(model)
-    if any(cell.before_merge is not None for cell in adapted_cells(model).values()):
-        raise MsLongctxError("the adapters are merged into the base; call unmerge before save_adapter")
+    _require_unmerged(model, "save_adapter")
     tensors = {PREFIX + name: tensor for name, tensor in sorted(trained_tensors(model).items())}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     folder = Path(directory)
@@ -68,6 +68,7 @@ def load_adapter(model: nn.Cell, directory: str | Path) -> nn.Cell:
     stored = read_header(folder / WEIGHTS_FILE)
     if not adapted_cells(model):
         return _load_into_plain_model(model, folder, config, stored)
+    _require_unmerged(model, "load_adapter")
     if lora_config(model).scaling != config.scaling:
         raise MsLongctxError(
             f"{folder}: the adapter's scaling is {config.scaling:g}, that of the model is "
@@ -96,6 +97,7 @@ def _fill(model: nn.Cell, path: Path, stored: dict[str, StoredTensor], config: L
     """Set all tensors of an adapter, or none if names or shapes do not fit."""
     tensors = {PREFIX + name: tensor for name, tensor in trained_tensors(model).items()}
     _check(path, stored, {name: tensor.shape for name, tensor in tensors.items()}, config.bias == "lora_only")
+    _check_tied(path, stored, tensors)
     for name, source in stored.items():
         tensors[name].write(source.read())
 
@@ -139,6 +141,25 @@ def _check(
                 f"{path}: {name} has shape {tensor.shape}, the model needs {wanted[name]}; "
                 "is it for a model of another size?"
             )
+
+
+def _check_tied(path: Path, stored: dict[str, StoredTensor], tensors: dict[str, TrainedTensor]) -> None:
+    """peft trains a tied embedding and head apart when both are in ``modules_to_save``."""
+    seen: dict[int, str] = {}
+    for name in stored:
+        key = id(tensors[name].parameter)
+        if tensors[name].rows is not None or key not in seen:
+            seen[key] = name
+        elif not np.array_equal(stored[name].read(), stored[seen[key]].read()):
+            raise MsLongctxError(
+                f"{path}: {name} and {seen[key]} differ, but the model ties them (tie_word_embeddings); "
+                "the adapter was trained on a copy of the head and cannot be loaded"
+            )
+
+
+def _require_unmerged(model: nn.Cell, function: str) -> None:
+    if any(cell.before_merge is not None for cell in adapted_cells(model).values()):
+        raise MsLongctxError(f"the adapters are merged into the base; call unmerge before {function}")
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +60,13 @@ class LoraConfig:
             raise MsLongctxError(f"lora.bias = {self.bias!r} is unknown; expected none, all or lora_only")
         if not self.target_modules:
             raise MsLongctxError("lora.target_modules is empty; name linear layers, e.g. [q_proj, v_proj]")
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise MsLongctxError(
+                    f"lora.target_modules = {self.target_modules!r} is not a regular expression: {error}"
+                ) from error
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
             raise MsLongctxError(
                 "lora.layers_to_transform needs a list of names in lora.target_modules; put the layers into "

@@ -91,8 +91,9 @@ def _check_every_name_fits(
     config: LoraConfig, free: list[str], chosen: list[str], places: dict[str, Place]
 ) -> None:
     targets = config.target_modules
-    kinds = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in places if name != OUTPUT_HEAD))
-    there = f"linear layers of this model: {', '.join(kinds)}"
+    layers = [name for name in places if name != OUTPUT_HEAD]
+    kinds = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in layers))
+    there = f"linear layers of this model: {kinds}"
     if not isinstance(targets, str):
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in free):
@@ -102,9 +103,9 @@ def _check_every_name_fits(
     if config.layers_to_transform is not None:
         raise MsLongctxError(
             f"lora.layers_to_transform = {config.layers_to_transform} leaves nothing to adapt; "
-            f"the last linear layer of the model is {next(reversed(places), 'missing')}"
+            f"the last linear layer of the model is {layers[-1] if layers else 'missing'}"
         )
     raise MsLongctxError(
         f"lora.target_modules = {targets!r} matches no linear layer; {there}, with paths such as "
-        f"{next(iter(places), '(none)')}"
+        f"{layers[0] if layers else '(none)'}"
     )
