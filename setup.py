@@ -89,7 +89,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.10,<3.13",
-    packages=[*find_packages(include=["ms_longctx*", "mindrecord_tools*"]), "ms_longctx.presets"],
+    packages=[*find_packages(include=["ms_longctx*"]), "ms_longctx.presets"],
     package_dir={"ms_longctx.presets": "yaml_configs"},
     package_data={"ms_longctx.kernels": ["csrc/*"], "ms_longctx.presets": ["*.yaml"]},
     ext_modules=[Extension("ms_longctx.kernels.libms_longctx_kernels", sources=[], optional=True)],

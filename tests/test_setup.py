@@ -42,8 +42,7 @@ def source(tmp_path: Path) -> Path:
     root = tmp_path / "source"
     shutil.copytree(REPOSITORY / "yaml_configs", root / "yaml_configs")
     ignore = shutil.ignore_patterns("*.so", "build", "csrc", "__pycache__")
-    for package in ("ms_longctx", "mindrecord_tools"):
-        shutil.copytree(REPOSITORY / package, root / package, ignore=ignore)
+    shutil.copytree(REPOSITORY / "ms_longctx", root / "ms_longctx", ignore=ignore)
     kernels = root / "ms_longctx" / "kernels"
     (kernels / "csrc").mkdir()
     for name in KERNEL_SOURCES:

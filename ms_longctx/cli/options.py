@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ms_longctx.config import RunConfig, load_config
+from ms_longctx.config import GenerationConfig, RunConfig, load_config
 from ms_longctx.errors import MsLongctxError
 
 # Options with a short name of their own, and the key each of them sets.
@@ -50,18 +51,23 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Give a verb the options that choose and change a configuration; read them with :func:`load_run`."""
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """``--config`` and overrides alone, for a verb that trains nothing; read them with :func:`load_run`."""
     parser.add_argument("--config", metavar="NAME_OR_FILE", help="preset name or YAML file")
+    parser.set_defaults(overrides=[])
+    note = "Any key of the configuration can be set with '--section.key value', e.g. --train.max_steps 100."
+    parser.epilog = f"{parser.epilog}\n{note}" if parser.epilog else note
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the options that choose and change a run; read them with :func:`load_run`."""
+    add_config_option(parser)
     parser.add_argument("--parallel_config", metavar="FILE", help='strategy file, e.g. {"dp": 1, "mp": 1}')
     parser.add_argument("--data_path", metavar="PATH", help="same as --data.path")
     parser.add_argument(
         "--device_target", metavar="NAME", help="auto, Ascend, GPU or CPU; same as --train.device_target"
     )
     parser.add_argument("--output_dir", metavar="DIR", help="same as --train.output_dir")
-    parser.set_defaults(overrides=[])
-    note = "Any key of the configuration can be set with '--section.key value', e.g. --train.max_steps 100."
-    parser.epilog = f"{parser.epilog}\n{note}" if parser.epilog else note
 
 
 def add_resume_option(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +92,53 @@ def load_run(args: argparse.Namespace) -> RunConfig:
         value = getattr(args, option, None)
         if value is not None:
             overrides.append(f"--{key}={value}")
-    return load_config(args.config, overrides, args.parallel_config)
+    return load_config(args.config, overrides, getattr(args, "parallel_config", None))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The model that answers, for verbs that need no configuration file."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="Hugging Face directory, .gguf file, checkpoint or output directory of a training run",
+    )
+    group.add_argument(
+        "--adapter", metavar="DIR", help="LoRA adapter in peft's format, or output directory of a LoRA run"
+    )
+    group.add_argument("--tokenizer", metavar="PATH", help="if it is not beside the model")
+    group.add_argument("--chat_template", metavar="JINJA_OR_FILE", help="in place of the tokenizer's own")
+    group.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
+    group.add_argument("--device_target", default="auto", metavar="NAME", help="auto, Ascend, GPU or CPU")
+
+
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each key of the section ``generation``; read them with :func:`generation_settings`."""
+    group = parser.add_argument_group("generation")
+    defaults = GenerationConfig()
+    for name in GenerationConfig.__dataclass_fields__:
+        default = getattr(defaults, name)
+        if name == "do_sample":
+            group.add_argument(
+                "--do_sample", action="store_const", const="true", help="draw, not the likeliest"
+            )
+        elif name == "stop":
+            group.add_argument("--stop", nargs="+", metavar="TEXT", help="strings that end the answer")
+        else:
+            group.add_argument(f"--{name}", metavar="N", help=f"default {default}")
+
+
+def generation_settings(args: argparse.Namespace) -> GenerationConfig:
+    """The checked section ``generation`` that a verb's options give.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range.
+    """
+    names = GenerationConfig.__dataclass_fields__
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    values = {name: json.dumps(value) if name == "stop" else value for name, value in given.items()}
+    return load_config(None, [f"--generation.{name}={value}" for name, value in values.items()]).generation
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
