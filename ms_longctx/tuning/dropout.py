@@ -19,33 +19,16 @@ def _wrap(value: int) -> int:
 
 
 # Odd multipliers of well-known hashes; int32 products wrap around.
-_SEED, _COUNT, _ROW, _COLUMN = map(_wrap, (0x9E3779B9, 0x85EBCA77, 0x9E3779B1, 0x27D4EB2F))
+_SALT, _ROW, _COLUMN = map(_wrap, (0x9E3779B9, 0x9E3779B1, 0x27D4EB2F))
 _MIX_1, _MIX_2, _JOIN_1, _JOIN_2 = map(_wrap, (0x85EBCA6B, 0xC2B2AE35, 0x7FEB352D, 0x2C1B3C6D))
 
 
 def dropout_key() -> Parameter:
-    """A key to be shared by all dropouts of a model; see :class:`DropoutKeys`."""
-    return Parameter(Tensor(0, ms.int32), name=KEY_NAME, requires_grad=False)
+    """A key to be shared by all dropouts of a model; the trainer draws it anew before every forward pass.
 
-
-class DropoutKeys:
-    """Gives every forward pass of a training run its own dropout masks.
-
-    Args:
-        model: any model; without dropout nothing happens.
-        seed: of the run. Data-parallel ranks need different ones.
+    It has to be set in place (``copy_``): a compiled graph does not see new data of a Parameter.
     """
-
-    def __init__(self, model: nn.Cell, seed: int) -> None:
-        keys = [cell.key for _, cell in model.cells_and_names() if isinstance(cell, KeyedDropout)]
-        self.key = keys[0] if keys else None
-        self.seed = seed
-
-    def set(self, count: int) -> None:
-        """Choose the masks of forward pass number ``count``; equal numbers give equal masks."""
-        if self.key is not None:
-            # In place: a compiled graph does not see a Parameter's new data.
-            self.key.copy_(Tensor(_wrap(self.seed * _SEED + count * _COUNT), ms.int32))
+    return Parameter(Tensor(0, ms.int32), name=KEY_NAME, requires_grad=False)
 
 
 class KeyedDropout(nn.Cell):
@@ -67,7 +50,7 @@ class KeyedDropout(nn.Cell):
     def __init__(self, p: float, key: Parameter, salt: int, implementation: str = "auto") -> None:
         super().__init__(auto_prefix=False)  # the key is shared and keeps its name
         self.key = key
-        settings = (_wrap(salt * _SEED), int(round((1 - p) * 2**32)) - 2**31, 1 / (1 - p))
+        settings = (_wrap(salt * _SALT), int(round((1 - p) * 2**32)) - 2**31, 1 / (1 - p))
         if choose(implementation) == "cpu_kernel":
             from ms_longctx.kernels.dropout import make_keyed_dropout
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from mindspore import Tensor, nn
 
+from ms_longctx.tuning.dropout import KeyedDropout
+
 
 def torch_logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
@@ -41,3 +43,12 @@ def file_names(peft_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         for name, param in peft_model.named_parameters()
         if param.requires_grad
     }
+
+
+def draw_dropout(model: nn.Cell, seed: int, count: int) -> None:
+    """Choose the masks of forward pass number ``count``."""
+    for cell in model.cells():
+        draw_dropout(cell, seed, count)
+    if isinstance(model, KeyedDropout):
+        drawn = np.random.SeedSequence([seed, count]).generate_state(1).view(np.int32)
+        model.key.copy_(Tensor(int(drawn[0]), ms.int32))

@@ -11,7 +11,8 @@ import pytest
 from mindspore import Tensor, nn
 
 from ms_longctx import kernels
-from ms_longctx.tuning.dropout import DropoutKeys, KeyedDropout, dropout_key
+from ms_longctx.tuning.dropout import KeyedDropout, dropout_key
+from tests.tuning.compare import draw_dropout
 
 
 @pytest.fixture(params=["cpu_kernel", "operators"])
@@ -29,10 +30,9 @@ def make(p: float, salt: int, implementation: str) -> KeyedDropout:
 def masks(p: float, salt: int, count: int, implementation: str, shape: Any = (512, 192)) -> np.ndarray:
     """1 where kept, standardised to mean 0 and variance 1 under the true probability."""
     dropout = make(p, salt, implementation)
-    keys = DropoutKeys(dropout, seed=9)
     drawn = []
     for step in range(count):
-        keys.set(step)
+        draw_dropout(dropout, 9, step)
         drawn.append(dropout(Tensor(np.ones(shape, np.float32))).asnumpy() > 0)
     return (np.stack(drawn) - (1 - p)) / np.sqrt(p * (1 - p))
 
@@ -93,10 +93,10 @@ def test_a_compiled_graph_follows_the_key(implementation: str) -> None:
             return self.dropout(x)
 
     net = Net().set_train()
-    keys, x = DropoutKeys(net, seed=0), Tensor(np.ones((8, 64), np.float32))
+    x = Tensor(np.ones((8, 64), np.float32))
     drawn = []
     for count in (1, 2, 1):
-        keys.set(count)
+        draw_dropout(net, 0, count)
         drawn.append(net(x).asnumpy())
     assert (drawn[0] != drawn[1]).any()
     np.testing.assert_array_equal(drawn[0], drawn[2])

@@ -15,9 +15,8 @@ from mindspore import Tensor, nn
 
 from ms_longctx.optim import AdamW, decay_groups
 from ms_longctx.tuning import LoraConfig, get_pe_model, load_adapter
-from ms_longctx.tuning.dropout import DropoutKeys
 from ms_longctx.tuning.trained import trained_tensors
-from tests.tuning.compare import file_names, torch_loss
+from tests.tuning.compare import draw_dropout, file_names, torch_loss
 
 STEPS, RATE, CLIP = 10, 5e-3, 0.5
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -47,11 +46,10 @@ class Step(nn.Cell):
         return loss, norm, finite
 
 
-def train(model: nn.Cell, batches: list, dropout: DropoutKeys | None = None) -> list[float]:
+def train(model: nn.Cell, batches: list, dropout_seed: int = 0) -> list[float]:
     step, losses = Step(model), []
     for count, (ids, labels) in enumerate(batches):
-        if dropout is not None:
-            dropout.set(count)
+        draw_dropout(model, dropout_seed, count)
         loss, _, finite = step(Tensor(ids), Tensor(labels), Tensor(RATE, ms.float32), Tensor(1.0, ms.float32))
         losses.append(float(loss.asnumpy()))
         assert bool(finite.asnumpy())
@@ -133,7 +131,7 @@ def test_dropout_masks_follow_the_seed_alone(make_pair: Any, fused: bool) -> Non
         model = get_pe_model(make_pair(fused)[1], LoraConfig(**values)).set_train()
         if recompute:
             model.set_recompute()
-        return train(model, batches, DropoutKeys(model, seed))
+        return train(model, batches, seed)
 
     plain = losses(5, False)
     assert losses(5, True) == plain
