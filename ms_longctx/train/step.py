@@ -11,6 +11,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.adamw import AdamW
 from ms_longctx.train.objectives import count_supervised
+from ms_longctx.tuning.dropout import KeyedDropout
 
 Batch = Mapping[str, np.ndarray]
 COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
@@ -57,8 +58,8 @@ class TrainStep:
     def __init__(self, objective: nn.Cell, optimizer: AdamW, accumulation_steps: int = 1, seed: int = 0):
         self.accumulation_steps = accumulation_steps
         self._seed = seed
-        keys = [parameter for parameter in objective.get_parameters() if parameter.name == "dropout_key"]
-        self._dropout_key = keys[0] if keys else None
+        dropouts = [cell for _, cell in objective.cells_and_names() if isinstance(cell, KeyedDropout)]
+        self._dropout_key = dropouts[0].key if dropouts else None
         if accumulation_steps == 1:
             self._whole = _WholeStep(objective, optimizer)
         else:
@@ -104,7 +105,8 @@ class TrainStep:
     def _draw_dropout(self, step: int, index: int) -> None:
         if self._dropout_key is not None:
             drawn = np.random.SeedSequence([self._seed, step, index]).generate_state(1).view(np.int32)
-            self._dropout_key.set_data(Tensor(int(drawn[0]), ms.int32))
+            # In place: a compiled graph does not see new data of a Parameter.
+            self._dropout_key.copy_(Tensor(int(drawn[0]), ms.int32))
 
 
 class EvalStep:

@@ -22,7 +22,7 @@ SCRIPT = REPOSITORY / "run_scripts" / "run_train.py"
 Arguments = Callable[..., list[str]]
 MakeSet = Callable[..., Path]
 
-# Dies by SIGKILL with half of the n-th file of tensors on the disk; a checkpoint has two, weights and moments.
+# Dies by SIGKILL with half of the n-th file of tensors written. A checkpoint has two: weights, moments.
 KILLED_WHILE_WRITING = textwrap.dedent(
     """
     import os, signal, sys

@@ -113,8 +113,8 @@ def close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolera
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_ten_steps_equal_torch(accumulation: int) -> None:
-    """Reference: transformers' Llama, torch.optim.AdamW with the same groups, clip_grad_norm_, and the loss over
-    all supervised tokens of a step. Tolerance 1e-4 on each loss, relative 1e-4 on each gradient norm.
+    """Reference: transformers' Llama, torch.optim.AdamW with the same groups, clip_grad_norm_, and the loss
+    over all supervised tokens of a step. Tolerance 1e-4 on each loss, relative 1e-4 on each gradient norm.
     """
     model = make_model()
     reference = torch_copy(model)
@@ -197,7 +197,7 @@ def test_only_adapters_move(recompute: bool) -> None:
     assert len(adapters) == 8 and all("lora_" in name for name in adapters)
     for name, parameter in model.parameters_and_names():
         changed = not np.array_equal(before[name], parameter.asnumpy())
-        assert changed == ("lora_" in name or name.endswith("dropout_key")), name
+        assert changed == ("lora_" in name or "dropout" in name), name
 
 
 def test_dropout_follows_seed_and_step_and_not_evaluation() -> None:
