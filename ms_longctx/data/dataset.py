@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,16 @@ def _workers(asked: int) -> int:
     if asked > cores:
         _LOG.info("num_parallel_workers %d: this machine has %d cores, so many are used", asked, cores)
     return min(asked, cores)
+
+
+def read_samples(path: str | Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the stored samples of a prepared set in order: tokens int32 ``(n,)`` and runs int32 ``(k,)``.
+
+    Raises:
+        MsLongctxError: as :func:`create_dataset`.
+    """
+    manifest = load_manifest(path)
+    files = shard_paths(path, manifest)
+    stored = ds.MindDataset(files, _STORED, num_parallel_workers=1, shuffle=False)
+    for row in stored.create_dict_iterator(num_epochs=1, output_numpy=True):
+        yield row["input_ids"], row["runs"]

@@ -30,8 +30,8 @@ class Engine(Protocol):
 class GraphEngine:
     """An engine of MindSpore operators, for every device and dtype.
 
-    Prompts are padded on the left to whole chunks of ``CHUNK`` tokens, so that two graphs (one for a chunk, one
-    for a token) serve prompts of every length. Padding has document id -1: no token sees it.
+    Prompts are padded on the left to whole chunks of ``CHUNK`` tokens, so that two graphs (one for a chunk,
+    one for a token) serve prompts of every length. Padding has document id -1: no token sees it.
 
     Args:
         model: the model, adapters included.

@@ -48,8 +48,8 @@ def generate_ids(
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every row, ``None`` for rows that have ended.
 
-    A row ends with the first of ``eos_ids`` (which is yielded) or after ``settings.max_new_tokens``. A consumer
-    that wants no more at all closes the iterator.
+    A row ends with the first of ``eos_ids`` (which is yielded) or after ``settings.max_new_tokens``. A
+    consumer that wants no more at all closes the iterator.
 
     Args:
         model: the model; its training mode is switched off while this runs.
@@ -58,7 +58,7 @@ def generate_ids(
         eos_ids: tokens that end an answer.
 
     Raises:
-        MsLongctxError: an empty prompt, an id outside the vocabulary, or more tokens than the model's context.
+        MsLongctxError: an empty prompt, an id outside the vocabulary, more tokens than the model's context.
     """
     check_prompts(model, prompts, settings.max_new_tokens)
     engine = make_engine(model, prompts, settings.max_new_tokens)
@@ -183,13 +183,13 @@ def check_prompts(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max
             raise MsLongctxError(f"generate: prompt {row} has no tokens; expected at least one")
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise MsLongctxError(
-                f"generate: prompt {row} holds token id {max(max(prompt), -min(prompt))}, but the model knows "
-                f"0 to {vocab - 1}; use the tokenizer of this model"
+                f"generate: prompt {row} holds token id {max(max(prompt), -min(prompt))}, but the model "
+                f"knows 0 to {vocab - 1}; use the tokenizer of this model"
             )
         if len(prompt) + max_new_tokens > limit:
             raise MsLongctxError(
-                f"generate: prompt {row} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} that is "
-                f"more than the model's context of {limit}; shorten the prompt to {limit - max_new_tokens} "
+                f"generate: prompt {row} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} "
+                f"that is more than the model's context of {limit}; shorten the prompt to {limit - max_new_tokens} "
                 "tokens or set model.rope_scaling for a longer context"
             )
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with its adapters merged, and its tokenizer, from what training or another tool left on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.llama import LlamaForCausalLM
+from ms_longctx.train.checkpoint import CheckpointStore
+from ms_longctx.train.rundir import CHECKPOINTS
+from ms_longctx.tuning import load_adapter, merge_and_unload
+
+
+def load_model(
+    model: str | Path, adapter: str | Path | None = None, dtype: str = "fp32", device: str = "auto"
+) -> LlamaForCausalLM:
+    """A model ready to generate.
+
+    Args:
+        model: ``.gguf`` file, Hugging Face directory, checkpoint, or output directory of a training run.
+        adapter: directory of an adapter in peft's format, a checkpoint of a LoRA run, or that run's output
+            directory. It is merged into the weights.
+        dtype: fp32, fp16 or bf16 (the latter on Ascend).
+        device: see :func:`ms_longctx.device.select_device`.
+
+    Raises:
+        MsLongctxError: nothing usable there, or model and adapter do not fit each other.
+    """
+    from ms_longctx.device import select_device
+
+    select_device(device)
+    path = newest_checkpoint(Path(model))
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise MsLongctxError(
+            f"{model} holds an adapter, not a model; give it as --adapter and its base model as --model"
+        )
+    loaded = LlamaForCausalLM.from_pretrained(path, dtype=dtype)
+    if adapter is not None:
+        merge_and_unload(load_adapter(loaded, newest_checkpoint(Path(adapter))))
+    loaded.set_train(False)
+    return loaded
+
+
+def load_text_tokenizer(
+    tokenizer: str | Path | None,
+    model: str | Path,
+    loaded: LlamaForCausalLM,
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """The tokenizer that was named, or the one beside the model; its ids must fit the model's vocabulary."""
+    path = newest_checkpoint(Path(tokenizer or model))
+    result = load_tokenizer(path, chat_template)
+    if result.vocab_size > loaded.config.vocab_size:
+        raise MsLongctxError(
+            f"the tokenizer {path} has {result.vocab_size} tokens, the model {model} only "
+            f"{loaded.config.vocab_size}; give the model's own as --tokenizer"
+        )
+    return result
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """``path`` itself, or the newest checkpoint when it is the output directory of a training run."""
+    if not (path / CHECKPOINTS).is_dir():
+        return path
+    found = CheckpointStore(path / CHECKPOINTS).newest()
+    if found is None:
+        raise MsLongctxError(f"{path / CHECKPOINTS} holds no checkpoint; train first")
+    return found
