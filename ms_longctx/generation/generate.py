@@ -189,8 +189,8 @@ def check_prompts(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max
         if len(prompt) + max_new_tokens > limit:
             raise MsLongctxError(
                 f"generate: prompt {row} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} "
-                f"that is more than the model's context of {limit}; shorten the prompt to {limit - max_new_tokens} "
-                "tokens or set model.rope_scaling for a longer context"
+                f"that is more than the model's context of {limit}; shorten the prompt to "
+                f"{limit - max_new_tokens} tokens or set model.rope_scaling for a longer context"
             )
 
 
