@@ -152,3 +152,7 @@ def main() -> int:
         return 130
     print(f"\nreport: {report}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
