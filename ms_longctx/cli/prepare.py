@@ -10,6 +10,10 @@ from typing import Any
 from ms_longctx.errors import MsLongctxError
 
 _EXIT_INTERRUPTED = 130
+_CONFIG_KEYS = (
+    *("tokenizer", "format", "fields", "system", "chat_template"),
+    *("layout", "seq_length", "prompt_length", "answer_length"),
+)
 _EPILOG = """\
 formats (one JSON object on each line; auto looks at the first):
   article         {"article": ..., "abstract": ...}
@@ -37,6 +41,7 @@ def add_parser(subparsers: Any) -> None:
         "--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .jsonl.gz or globs"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="name.mindrecord")
+    parser.take_defaults_from_config({"output": "data.path", **{name: f"data.{name}" for name in _CONFIG_KEYS}})
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -60,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     rows.add_argument("--strict", action="store_true", help="stop at the first row that cannot be used")
     samples = parser.add_argument_group("samples")
     samples.add_argument(
-        "--layout", default="sft", choices=("sft", "lm"), help="sft learns answers, lm everything"
+        "--layout", default="sft", metavar="NAME", help="sft (default) learns answers, lm all"
     )
     samples.add_argument(
         "--seq_length", type=int, required=True, metavar="N", help="tokens of a sample at most"

@@ -15,10 +15,12 @@ from ms_longctx.data.labels import supervised_tokens
 from ms_longctx.data.samples import LAYOUTS, Built, Lengths, SampleBuilder
 from ms_longctx.data.source import Chunk
 from ms_longctx.data.tally import LENGTH_STEP, Tally
-from ms_longctx.data.tokenizer import load_tokenizer
+from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
 from ms_longctx.errors import MsLongctxError
 
 SPLITS = ("train", "eval")
+#: Tokens int32 ``(n,)`` and runs int32 ``(k,)`` (see :mod:`ms_longctx.data.labels`).
+Sample = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,20 @@ class Settings:
             raise MsLongctxError(f"layout {self.layout!r}; expected one of {', '.join(LAYOUTS)}")
 
 
+@dataclass(frozen=True)
+class Tools:
+    """What turns a line into samples."""
+
+    tokenizer: Tokenizer
+    reader: RowReader
+    builder: SampleBuilder
+
+
 @dataclass
 class Converted:
     """Samples of a chunk by split, and their accounting."""
 
-    samples: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(
-        default_factory=lambda: {split: [] for split in SPLITS}
-    )
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     tally: Tally = field(default_factory=Tally)
 
 
@@ -76,12 +85,12 @@ def convert(settings: Settings, chunk: Chunk) -> Converted:
     Raises:
         MsLongctxError: a row cannot be used and ``settings.strict``.
     """
-    reader, builder = _tools(settings)
+    tools = load_tools(settings)
     result = Converted()
     for number, line in enumerate(chunk.lines, start=chunk.first_line):
         result.tally.rows["read"] += 1
         try:
-            built = builder.build(reader.read(_parse(line)))
+            built = tools.builder.build(tools.reader.read(_parse(line)))
         except RowError as error:
             where = f"{chunk.file}:{number}"
             if settings.strict and error.reason != "blank":
@@ -95,11 +104,15 @@ def convert(settings: Settings, chunk: Chunk) -> Converted:
 
 
 @lru_cache(maxsize=1)
-def _tools(settings: Settings) -> tuple[RowReader, SampleBuilder]:
-    """Reader and builder, made once in a process."""
-    tokenizer = load_tokenizer(settings.tokenizer, settings.chat_template)
+def load_tools(settings: Settings) -> Tools:
+    """Make the tools once in a process.
+
+    Raises:
+        MsLongctxError: unknown format or field, no usable tokenizer.
+    """
     reader = RowReader(settings.format, dict(settings.fields), settings.system, settings.instruction)
-    return reader, SampleBuilder(tokenizer, settings.layout, settings.lengths)
+    tokenizer = load_tokenizer(settings.tokenizer, settings.chat_template)
+    return Tools(tokenizer, reader, SampleBuilder(tokenizer, settings.layout, settings.lengths))
 
 
 def _parse(line: bytes) -> object:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes samples into a MindRecord file that is no larger than it needs to be.
+"""Writes samples into MindRecord files that are no larger than they need to be.
 
 MindSpore's defaults (16 MB of header, 32 MB pages) make every file at least 50 MB. Header and pages are sized
-here from the samples, which are all known when a shard is written.
+here from what is to be stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from mindspore.mindrecord import FileWriter
 
-#: A stored sample: tokens int32 ``(n,)`` and runs int32 ``(k,)`` (see :mod:`ms_longctx.data.labels`).
-Sample = tuple[np.ndarray, np.ndarray]
+from ms_longctx.data.convert import Sample
 
 SCHEMA = {"input_ids": {"type": "int32", "shape": [-1]}, "runs": {"type": "int32", "shape": [-1]}}
 _SMALLEST_HEADER, _SMALLEST_PAGE, _LARGEST_PAGE = 1 << 14, 1 << 15, 1 << 28
@@ -22,13 +21,36 @@ _PAGE_ENTRY = 320  # bytes the header spends on a page, generously
 _ROWS_A_CALL = 512
 
 
-def write_mindrecord(path: Path, samples: Sequence[Sample]) -> None:
+@dataclass(frozen=True)
+class FileSizes:
+    """Bytes of a page and of the header; MindSpore wants them equal in all files of a set."""
+
+    page: int
+    header: int
+
+
+def file_sizes(largest: int, total: int, rows: int) -> FileSizes:
+    """Return sizes that suffice for a file, or for each file of a set.
+
+    Args:
+        largest: integers of the largest sample, tokens and runs together.
+        total: integers of all samples of a file.
+        rows: samples of a file.
+    """
+    row = _stored_bytes(largest, 1)
+    everything = _stored_bytes(total, rows)
+    # 16 rows or more a page, so that little is lost at their ends, and a few hundred pages at most.
+    page = max(_SMALLEST_PAGE, _power_of_two(max(min(16 * row, everything), everything // 256)))
+    page = min(page, _LARGEST_PAGE)
+    pages = everything // max(page - row, 1) + rows * 32 // page + 3
+    return FileSizes(page, max(_SMALLEST_HEADER, _power_of_two(2048 + pages * _PAGE_ENTRY)))
+
+
+def write_mindrecord(path: Path, samples: Sequence[Sample], sizes: FileSizes) -> None:
     """Write ``samples`` to ``path``, its index to ``path.db``. A file cannot be renamed later, only moved."""
-    row_bytes = [_stored_bytes(len(tokens) + len(runs)) for tokens, runs in samples]
-    page = _page_size(max(row_bytes, default=0), sum(row_bytes))
     writer = FileWriter(str(path), shard_num=1, overwrite=True)
-    writer.set_page_size(page)
-    writer.set_header_size(_header_size(page, max(row_bytes, default=0), sum(row_bytes), len(samples)))
+    writer.set_page_size(sizes.page)
+    writer.set_header_size(sizes.header)
     writer.add_schema(SCHEMA, "ms_longctx sample")
     for start in range(0, len(samples), _ROWS_A_CALL):
         writer.write_raw_data(
@@ -37,21 +59,9 @@ def write_mindrecord(path: Path, samples: Sequence[Sample]) -> None:
     writer.commit()
 
 
-def _stored_bytes(integers: int) -> int:
-    """Upper bound of a row: MindRecord stores an int32 in 1, 2 or 4 bytes and says which in 2 bits."""
-    return integers * 9 // 2 + 256
-
-
-def _page_size(largest_row: int, total: int) -> int:
-    """Pages hold 16 rows or more, so that little is lost at their ends; there are a few hundred at most."""
-    return min(
-        max(_SMALLEST_PAGE, _power_of_two(max(min(16 * largest_row, total), total // 256))), _LARGEST_PAGE
-    )
-
-
-def _header_size(page: int, largest_row: int, total: int, rows: int) -> int:
-    pages = total // max(page - largest_row, 1) + rows * 32 // page + 3
-    return max(_SMALLEST_HEADER, _power_of_two(2048 + pages * _PAGE_ENTRY))
+def _stored_bytes(integers: int, rows: int) -> int:
+    """Upper bound: MindRecord stores an int32 in 1, 2 or 4 bytes and says which in 2 bits."""
+    return integers * 9 // 2 + 256 * rows
 
 
 def _power_of_two(value: int) -> int:

@@ -14,14 +14,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ms_longctx.data.convert import Settings
+from ms_longctx.data.convert import Settings, load_tools
 from ms_longctx.data.formats import RowError, detect_format
-from ms_longctx.data.manifest import SUFFIX, Manifest, load_manifest, manifest_path, write_manifest
+from ms_longctx.data.manifest import (
+    SUFFIX,
+    Manifest,
+    load_manifest,
+    manifest_path,
+    work_directory,
+    write_manifest,
+)
 from ms_longctx.data.pool import convert_chunks, stop_requests
 from ms_longctx.data.report import write_report
 from ms_longctx.data.source import find_inputs, read_chunks
 from ms_longctx.data.tally import Tally
-from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
+from ms_longctx.data.tokenizer import Tokenizer
 from ms_longctx.data.work import Work
 from ms_longctx.errors import MsLongctxError
 
@@ -74,14 +81,14 @@ def prepare(
     """
     outputs = _outputs(Path(output), settings.eval_ratio)
     files = find_inputs(inputs)
-    tokenizer = load_tokenizer(settings.tokenizer, settings.chat_template)
     settings = _with_format(settings, files)
+    tokenizer = load_tools(settings).tokenizer
     source = _digest(settings, tokenizer, files)
     if not overwrite and _already_there(outputs, source):
         return Prepared(outputs, None, finished=True)
-    work = Work(outputs, source, discard=overwrite)
+    work = Work(outputs, settings.lengths.seq_length, shard_bytes, source, discard=overwrite)
     try:
-        if not work.complete and not _fill(work, files, settings, num_workers, shard_bytes, progress):
+        if not work.complete and not _fill(work, files, settings, num_workers, progress):
             return Prepared(outputs, work.tally, finished=False)
         _publish(work, outputs, settings, tokenizer, source, files)
     except BaseException:
@@ -98,7 +105,6 @@ def _fill(
     files: list[Path],
     settings: Settings,
     num_workers: int | None,
-    shard_bytes: int,
     progress: bool,
 ) -> bool:
     """Convert what is left of the input; returns False if it was interrupted."""
@@ -110,7 +116,7 @@ def _fill(
         for file_bytes, converted in convert_chunks(settings, chunks, workers):
             work.add(converted)
             bar.update(file_bytes)
-            if work.waiting_bytes >= shard_bytes or stop.is_set():
+            if work.full or stop.is_set():
                 work.commit()
             if stop.is_set():
                 work.close()
@@ -226,9 +232,9 @@ def _already_there(outputs: dict[str, Path], source: str) -> bool:
                 f"{output} was prepared with other settings or inputs; replace it with --overwrite, "
                 "or use another name"
             )
-    if not found and any(output.exists() for output in outputs.values()):
-        existing = next(output for output in outputs.values() if output.exists())
+    foreign = [output for output in outputs.values() if output.exists() and not found]
+    if foreign and not work_directory(outputs["train"]).is_dir():
         raise MsLongctxError(
-            f"{existing} exists and was not made by this tool; remove it or use another name"
+            f"{foreign[0]} exists and was not made by this tool; remove it or use another name"
         )
     return len(found) == len(outputs)

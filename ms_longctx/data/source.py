@@ -14,7 +14,7 @@ from typing import BinaryIO
 from ms_longctx.errors import MsLongctxError
 
 _CHUNK_LINES = 256
-_CHUNK_BYTES = 1 << 19
+_CHUNK_BYTES = 1 << 17
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
