@@ -11,7 +11,7 @@ MAX_ROWS = 8  # beyond, MindSpore's MatMul is as fast
 
 
 def make_skinny_linear() -> Callable:
-    """``linear(x, weight)``: ``x (m, k) @ weight (n, k).T``; fp32 or fp16 each, fp32 inside, result like x."""
+    """``linear(x, weight)``: ``x (m, k) @ weight (n, k).T``; fp32 or fp16, fp32 inside, result like x."""
 
     def bprop(x, weight, out, dout):
         dx = ops.matmul(dout, ops.cast(weight, x.dtype))

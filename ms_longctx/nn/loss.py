@@ -10,7 +10,12 @@ IGNORE_INDEX = -100
 
 
 class _OperatorLoss(nn.Cell):
-    """Chunked loss of plain operators; the backward pass computes the logits of each chunk again."""
+    """Chunked loss of plain operators; the backward pass computes the logits of each chunk again.
+
+    No operator broadcasts over the logits: on CPU such an operator keeps buffers of their size for good, one set
+    for every chunk. Rows are weighted where they are small, in the hidden states and their gradient. Each chunk
+    depends on the one before, or all of them would be started at once.
+    """
 
     def __init__(self, chunk_tokens: int) -> None:
         super().__init__()
@@ -23,14 +28,11 @@ class _OperatorLoss(nn.Cell):
         loss = ops.zeros((), ms.float32)
         for start in range(0, hidden.shape[0], self.chunk_tokens):
             chunk = ops.depend(hidden[start : start + self.chunk_tokens], loss)
-            target = labels[start : start + self.chunk_tokens]
-            valid = ops.cast(target != IGNORE_INDEX, ms.float32)
+            target = ops.depend(labels[start : start + self.chunk_tokens], loss)
             logits = ops.cast(self.project(chunk, weight), ms.float32)
-            top = ops.max(logits, -1, keepdims=True)[0]
-            normaliser = ops.log(ops.exp(logits - top).sum(-1)) + top.squeeze(-1)
             index = ops.expand_dims(ops.maximum(target, 0), -1)
-            picked = ops.gather_elements(logits, -1, index).squeeze(-1)
-            loss = loss + ((normaliser - picked) * valid).sum()
+            picked = ops.gather_elements(ops.log_softmax(logits, -1), -1, index).squeeze(-1)
+            loss = loss - (picked * ops.cast(target != IGNORE_INDEX, ms.float32)).sum()
         return loss
 
     def bprop(self, hidden, weight, labels, out, dout):
@@ -39,14 +41,15 @@ class _OperatorLoss(nn.Cell):
         grad_weight = ops.zeros(weight.shape, ms.float32)
         for start in range(0, hidden.shape[0], self.chunk_tokens):
             chunk = ops.depend(hidden[start : start + self.chunk_tokens], grad_weight)
-            target = labels[start : start + self.chunk_tokens]
-            valid = ops.cast(target != IGNORE_INDEX, ms.float32)
+            target = ops.depend(labels[start : start + self.chunk_tokens], grad_weight)
             logits = ops.cast(self.project(chunk, weight), ms.float32)
-            one_hot = ops.one_hot(target, weight.shape[0], one, zero)
-            scale = ops.expand_dims(valid * dout, -1)
-            grad = ops.cast((ops.softmax(logits, -1) - one_hot) * scale, hidden.dtype)
-            grad_hidden = grad_hidden + (self.to_hidden(grad, weight),)
-            grad_weight = grad_weight + ops.cast(self.to_weight(grad, chunk), ms.float32)
+            grad = ops.softmax(logits, -1) - ops.one_hot(target, weight.shape[0], one, zero)
+            grad = ops.cast(grad, hidden.dtype)
+            scale = ops.expand_dims(ops.cast(target != IGNORE_INDEX, ms.float32) * dout, -1)
+            rows = ops.cast(self.to_hidden(grad, weight), ms.float32) * scale
+            grad_hidden = grad_hidden + (ops.cast(rows, hidden.dtype),)
+            scaled = ops.cast(ops.cast(chunk, ms.float32) * scale, hidden.dtype)
+            grad_weight = grad_weight + ops.cast(self.to_weight(grad, scaled), ms.float32)
         grad_weight = ops.cast(grad_weight, weight.dtype)
         return ops.concat(grad_hidden, 0), grad_weight, ops.zeros_like(labels)
 

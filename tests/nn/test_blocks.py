@@ -6,7 +6,6 @@ Tolerance: 1e-6 of the largest value in fp32 (about ten roundings), 2e-3 in fp16
 
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 import pytest
 import torch
