@@ -7,7 +7,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ms_longctx.cli.options import add_generation_options, add_model_options, generation_settings
+from ms_longctx.cli.options import (
+    ANSWER_KEYS,
+    add_generation_options,
+    add_model_options,
+    generation_settings,
+)
 from ms_longctx.errors import MsLongctxError
 
 if TYPE_CHECKING:
@@ -26,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     add_model_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_generation_options(parser)
+    parser.take_defaults_from_config({**ANSWER_KEYS, "system": "data.system"})
 
 
 def run(args: argparse.Namespace) -> int:

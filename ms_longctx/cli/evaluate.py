@@ -8,9 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ms_longctx.cli.options import add_generation_options, add_model_options, generation_settings
+from ms_longctx.cli.options import (
+    ANSWER_KEYS,
+    add_generation_options,
+    add_model_options,
+    generation_settings,
+)
 from ms_longctx.errors import MsLongctxError
 
+_EVALUATE_KEYS = ("metrics", "max_samples", "batch_size")
 _EPILOG = """\
 data is a set that 'ms-longctx prepare' wrote (name.mindrecord), or JSON lines in any format it reads; those
 are prepared first, as prompt and answer, into the output directory.
@@ -44,6 +50,8 @@ def add_parser(subparsers: Any) -> None:
         "--overwrite", action="store_true", help="delete an earlier evaluation in the directory"
     )
     add_generation_options(parser)
+    evaluation = {name: f"evaluate.{name}" for name in _EVALUATE_KEYS}
+    parser.take_defaults_from_config({**ANSWER_KEYS, "data_path": "data.eval_path", **evaluation})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ms_longctx.cli.options import add_generation_options, add_model_options, generation_settings
+from ms_longctx.cli.options import (
+    ANSWER_KEYS,
+    add_generation_options,
+    add_model_options,
+    generation_settings,
+)
 from ms_longctx.errors import MsLongctxError
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
     prompts.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
     prompts.add_argument("--batch_size", type=int, default=1, metavar="N", help="lines answered side by side")
     add_generation_options(parser)
+    parser.take_defaults_from_config({**ANSWER_KEYS, "system": "data.system"})
 
 
 def run(args: argparse.Namespace) -> int:

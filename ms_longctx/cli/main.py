@@ -69,6 +69,8 @@ def _run(arguments: list[str], script: tuple[str, str] | None) -> int:
     modules = {name: _module(name) for name in ([wanted] if wanted in known else known)}
     for module in modules.values():
         module.add_parser(subparsers)
+    for subparser in subparsers.choices.values():
+        subparser.overrides = overrides
     if script is not None:
         subparsers.choices[script[1]].prog = script[0]
     args, unknown = parser.parse_known_args(ordinary)

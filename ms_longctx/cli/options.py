@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ms_longctx.config import GenerationConfig, RunConfig, load_config
+from ms_longctx.config import GenerationConfig, RunConfig, load_config, override_keys
 from ms_longctx.errors import MsLongctxError
 
 # Options with a short name of their own, and the key each of them sets.
@@ -18,6 +18,16 @@ _SHORTCUTS = {
     "device_target": "train.device_target",
     "resume": "train.resume",
     "output_dir": "train.output_dir",
+}
+
+# Options of the verbs that answer (generate, chat, evaluate) -> the keys that give their defaults.
+ANSWER_KEYS = {
+    "model": "model.pretrained",
+    "tokenizer": "data.tokenizer",
+    "chat_template": "data.chat_template",
+    "dtype": "train.dtype",
+    "device_target": "train.device_target",
+    **{name: f"generation.{name}" for name in GenerationConfig.__dataclass_fields__},
 }
 
 
@@ -30,9 +40,45 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+        self.overrides: list[str] = []
+        self._config_keys: dict[str, str] = {}
         self.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
+
+    def take_defaults_from_config(self, keys: dict[str, str]) -> None:
+        """Add ``--config`` and overrides to a verb with options of its own, and let them give its defaults.
+
+        Args:
+            keys: option (without dashes) -> key of the configuration. What the command line leaves open takes
+                the value of the key where the configuration states it; the option is not required then.
+        """
+        self.add_argument("--config", metavar="NAME_OR_FILE", help="its keys give options that are left out")
+        self.set_defaults(overrides=[])
+        self._config_keys = keys
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does, after defaults came from a configuration where the verb reads one."""
+        if self._config_keys:
+            self._take_defaults(args)
+        return super().parse_known_args(args, namespace)
+
+    def _take_defaults(self, argv: Sequence[str]) -> None:
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        finder.add_argument("--config", nargs="?")
+        config = finder.parse_known_args(argv)[0].config
+        run = load_config(config, self.overrides)
+        for key, option in override_keys(self.overrides).items():
+            if key not in self._config_keys.values():
+                raise UsageError(f"command line: {option}: '{self.prog}' does not read this key")
+        actions = {action.dest: action for action in self._actions}
+        for name, key in self._config_keys.items():
+            if key in run.given:
+                section, field = key.split(".")
+                value = getattr(getattr(run, section), field)
+                is_mapping = isinstance(value, dict)
+                actions[name].default = [f"{k}={v}" for k, v in value.items()] if is_mapping else value
+                actions[name].required = False
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}{self._suggestion(message)}; see '{self.prog} --help'")
@@ -51,17 +97,13 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """``--config`` and overrides alone, for a verb that trains nothing; read them with :func:`load_run`."""
-    parser.add_argument("--config", metavar="NAME_OR_FILE", help="preset name or YAML file")
-    parser.set_defaults(overrides=[])
-    note = "Any key of the configuration can be set with '--section.key value', e.g. --train.max_steps 100."
-    parser.epilog = f"{parser.epilog}\n{note}" if parser.epilog else note
-
-
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Give a verb the options that choose and change a run; read them with :func:`load_run`."""
-    add_config_option(parser)
+    parser.add_argument("--config", metavar="NAME_OR_FILE", help="preset name or YAML file")
+    parser.set_defaults(overrides=[])
+    parser.epilog = (
+        "Any key of the configuration can be set with '--section.key value': --train.max_steps 100."
+    )
     parser.add_argument("--parallel_config", metavar="FILE", help='strategy file, e.g. {"dp": 1, "mp": 1}')
     parser.add_argument("--data_path", metavar="PATH", help="same as --data.path")
     parser.add_argument(
@@ -92,7 +134,7 @@ def load_run(args: argparse.Namespace) -> RunConfig:
         value = getattr(args, option, None)
         if value is not None:
             overrides.append(f"--{key}={value}")
-    return load_config(args.config, overrides, getattr(args, "parallel_config", None))
+    return load_config(args.config, overrides, args.parallel_config)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ms_longctx.errors import MsLongctxError
 
 _EXIT_INTERRUPTED = 130
-_CONFIG_KEYS = (
+_DATA_KEYS = (
     *("tokenizer", "format", "fields", "system", "chat_template"),
     *("layout", "seq_length", "prompt_length", "answer_length"),
 )
@@ -41,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
         "--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .jsonl.gz or globs"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="name.mindrecord")
-    parser.take_defaults_from_config({"output": "data.path", **{name: f"data.{name}" for name in _CONFIG_KEYS}})
+    keys = {name: f"data.{name}" for name in _DATA_KEYS}
+    parser.take_defaults_from_config({"output": "data.path", **keys})
     parser.add_argument(
         "--tokenizer",
         required=True,

@@ -50,6 +50,15 @@ def load_config(
     return replace(run, data=replace(run.data, prompt_length=prompt, answer_length=answer))
 
 
+def override_keys(overrides: Iterable[str]) -> dict[str, str]:
+    """Canonical name (``section.key``) of each override -> the option as the user wrote it."""
+    entries = [
+        (canonical(entry.name.removeprefix("--"), entry)[0], entry.name)
+        for entry in read_overrides(overrides)
+    ]
+    return {".".join(key.split(".")[:2]): name for key, name in entries}
+
+
 class _Stated:
     """The keys that the sources state, under their canonical names; later sources replace earlier ones."""
 

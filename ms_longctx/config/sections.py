@@ -30,7 +30,7 @@ class DataConfig:
     """Section ``data``: where samples come from and how they are laid out.
 
     Args:
-        path: training data, a MindRecord file or what ``ms-longctx prepare`` reads.
+        path: training data, a MindRecord file that ``ms-longctx prepare`` wrote.
         eval_path: held-out data of the same kind.
         tokenizer: SentencePiece ``.model``, Hugging Face directory, ``tokenizer.json`` or ``.gguf``.
             ``None``: the tokenizer beside ``model.pretrained``.

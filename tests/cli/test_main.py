@@ -49,6 +49,21 @@ def run(args):
     return 0
 """
 
+FILLED = """
+def add_parser(subparsers):
+    parser = subparsers.add_parser("filled", help="a verb whose options a configuration may give")
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--fields", nargs="+", default=[])
+    parser.add_argument("--stop", nargs="+")
+    parser.add_argument("--format", default="auto")
+    keys = {name: f"data.{name}" for name in ("fields", "format")}
+    parser.take_defaults_from_config({"length": "data.seq_length", "stop": "generation.stop", **keys})
+
+def run(args):
+    print(args.length, args.fields, args.stop, args.format)
+    return 0
+"""
+
 PLAIN = """
 def add_parser(subparsers):
     subparsers.add_parser("plain", help="a verb without configuration")
@@ -60,8 +75,8 @@ def run(args):
 
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Directory with two verbs that ``ms_longctx.cli`` looks into."""
-    for name, text in (("probe", PROBE), ("plain", PLAIN)):
+    """Directory with three verbs that ``ms_longctx.cli`` looks into."""
+    for name, text in (("probe", PROBE), ("filled", FILLED), ("plain", PLAIN)):
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, f"ms_longctx.cli.{name}", raising=False)
     monkeypatch.setattr(ms_longctx.cli, "__path__", [*ms_longctx.cli.__path__, str(tmp_path)])
@@ -223,6 +238,58 @@ def test_options_and_overrides(
     code = main(["probe", *arguments])
     assert code == (0 if expected else 2)
     assert capsys.readouterr().out.strip() == (expected or "")
+
+
+FILLED_YAML = (
+    "data: {seq_length: 64, fields: {article: body, abstract: summary}}\ngeneration: {stop: [a, b]}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--length", "3"], "3 [] None auto"),
+        (["--config", "run.yaml"], "64 ['article=body', 'abstract=summary'] ['a', 'b'] auto"),
+        (["--config=run.yaml", "--length", "3", "--fields", "x=y"], "3 ['x=y'] ['a', 'b'] auto"),
+        (
+            ["--config", "run.yaml", "--data.max_length", "32", "--stop", "c"],
+            "32 ['article=body', 'abstract=summary'] ['c'] auto",
+        ),
+        (
+            ["--data.seq_length=32", "--data.format=text", "--data.fields.article=t"],
+            "32 ['article=t'] None text",
+        ),
+    ],
+)
+def test_a_configuration_gives_the_options_that_are_left_out(
+    arguments: list[str],
+    expected: str,
+    probe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(FILLED_YAML)
+    assert main(["filled", *arguments]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --length"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: no such file or preset"),
+        (["--data.format=x"], "command line: --data.format: expected one of auto, article"),
+        (["--train.seed=1"], "command line: --train.seed: 'ms-longctx filled' does not read this key"),
+        (["--train.sed=1"], "command line: --train.sed: unknown key; did you mean 'train.seed'?"),
+    ],
+)
+def test_mistakes_in_such_a_configuration(
+    arguments: list[str], message: str, probe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["filled", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_split_overrides() -> None:
