@@ -199,6 +199,8 @@ class Monitor:
             logger.warning(
                 "matplotlib is not installed, so %s is not drawn; pip install 'ms_longctx[monitor]'", path
             )
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", path, error.strerror)
 
 
 def _progress_bar(total_steps: int, resumed_step: int) -> tqdm[Any]:

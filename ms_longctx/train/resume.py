@@ -42,6 +42,9 @@ _FREE = {
 # Model keys that change speed or memory only.
 _FREE_MODEL = {"use_flash_attention", "parallel_attention", "pretrained"}
 
+# Keys that only say when the run ends, unless the learning rate depends on that.
+_LENGTH = {"train.max_steps", "train.epochs"}
+
 logger = logging.getLogger(__name__)
 
 Sections = dict[str, dict[str, Any]]
@@ -61,13 +64,14 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
         MsLongctxError: keys changed that cannot; the message names each with the reason.
     """
     refused, warnings = [], []
+    free = _FREE | (_LENGTH if _ignores_length(saved) and _ignores_length(current) else set())
     for section in current:
         if section in _FREE_SECTIONS:
             continue
         for name, value in current[section].items():
             before = saved.get(section, {}).get(name)
             key = f"{section}.{name}"
-            if before == value or key in _FREE or (section == "model" and name in _FREE_MODEL):
+            if before == value or key in free or (section == "model" and name in _FREE_MODEL):
                 continue
             change = f"{key} was {before!r}, now it is {value!r}"
             if reason := _REFUSED.get(key):
@@ -84,6 +88,11 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
     for warning in warnings:
         logger.warning("resume: %s", warning)
     return warnings
+
+
+def _ignores_length(sections: Sections) -> bool:
+    optimizer = sections["optimizer"]
+    return optimizer["scheduler"] == "constant" and not optimizer["warmup_ratio"]
 
 
 def check_data(saved: dict[str, Any], current: dict[str, Any]) -> None:

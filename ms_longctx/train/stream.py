@@ -22,15 +22,18 @@ class MicroBatches:
     Args:
         data: section ``data`` of the run; ``path`` must be given.
         batch_size: sequences of a micro batch.
+        samples: of the whole set.
         progress: where to begin; its ``epoch`` and ``sample`` move with every batch.
         checks: further arguments of :func:`~ms_longctx.data.dataset.create_dataset` (vocabulary, tokenizer).
     """
 
-    def __init__(self, data: DataConfig, batch_size: int, progress: Progress, **checks: Any):
+    def __init__(self, data: DataConfig, batch_size: int, samples: int, progress: Progress, **checks: Any):
         self.data = data
         self.batch_size = batch_size
+        self.samples = samples
         self.progress = progress
         self.checks = checks
+        self._begin_epoch_if_at_end()  # a resumed run may have another batch size
 
     def open(self) -> ds.Dataset:
         """The rest of the current epoch.
@@ -55,7 +58,12 @@ class MicroBatches:
         while True:
             for batch in self.open().create_dict_iterator(num_epochs=1, output_numpy=True):
                 self.progress.sample += self.batch_size
+                self._begin_epoch_if_at_end()
                 yield batch
+
+    def _begin_epoch_if_at_end(self) -> None:
+        left = self.samples - self.progress.sample
+        if left < (self.batch_size if self.data.drop_last else 1):
             self.progress.epoch += 1
             self.progress.sample = 0
 

@@ -25,6 +25,7 @@ from ms_longctx.train.build import (
     build_model,
     build_optimizer,
     check_dtype,
+    copy_tokenizer,
     tokenizer_fingerprint,
 )
 from ms_longctx.train.checkpoint import write_text
@@ -111,7 +112,9 @@ class Trainer:
             "vocab_size": self.model.config.vocab_size,
             "tokenizer": tokenizer_fingerprint(run),
         }
-        self._batches = MicroBatches(run.data, run.train.batch_size, self.progress, **self._checks)
+        self._batches = MicroBatches(
+            run.data, run.train.batch_size, self.manifest.samples, self.progress, **self._checks
+        )
         # What does not fit is to be found now, not at the first step or evaluation.
         self._batches.open()
         if run.data.eval_path is not None:
@@ -130,8 +133,6 @@ class Trainer:
         try:
             with StopRequest() as stop:
                 self._loop(stop)
-                if not stop.requested:
-                    self._evaluate_at_end()
                 checkpoint = self._save()
         finally:
             self.monitor.close()
@@ -159,10 +160,15 @@ class Trainer:
         while progress.step < self.total_steps and not stop.requested:
             step_batches = [next(batches) for _ in range(section.gradient_accumulation_steps)]
             self._step(step_batches)
-            if section.eval_steps and progress.step % section.eval_steps == 0:
-                self._report_evaluation()
-            if section.save_steps and progress.step % section.save_steps == 0:
+            # Evaluated before saved: a checkpoint means that everything up to its step is in the log.
+            if self.run.data.eval_path is not None and self._is_due(section.eval_steps):
+                self.monitor.evaluation(progress.step, *self.evaluate())
+            if self._is_due(section.save_steps):
                 self._save()
+
+    def _is_due(self, every: int | None) -> bool:
+        step = self.progress.step
+        return step == self.total_steps or (every is not None and step % every == 0)
 
     def _step(self, batches: list[Batch]) -> None:
         scale, rate = self.loss_scale.scale, self.schedule(self.progress.step)
@@ -177,15 +183,6 @@ class Trainer:
         if result is not None:
             self.loss_scale.update(result.finite)
 
-    def _report_evaluation(self) -> None:
-        loss, tokens = self.evaluate()
-        self.monitor.evaluation(self.progress.step, loss, tokens)
-
-    def _evaluate_at_end(self) -> None:
-        done = self.run.train.eval_steps and self.progress.step % self.run.train.eval_steps == 0
-        if self.run.data.eval_path is not None and not done:
-            self._report_evaluation()
-
     def _save(self) -> Path:
         parameters = list(self.model.trainable_params()) + list(self.optimizer.state().values())
         size = sum(parameter.nbytes for parameter in parameters)
@@ -196,6 +193,7 @@ class Trainer:
             save_adapter(self.model, directory, self.run.model.pretrained or "")
         else:
             self.model.save_pretrained(directory)
+            copy_tokenizer(self.run, directory)
         facts = {"config": self.run.as_dict(), "data": describe_set(self.manifest)}
         save_state(directory, self.progress, self.optimizer, self.loss_scale, facts)
 

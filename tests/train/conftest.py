@@ -11,7 +11,7 @@ import pytest
 
 from ms_longctx.data.labels import supervised_tokens
 from ms_longctx.data.manifest import Manifest, Shard, write_manifest
-from ms_longctx.data.mindrecord_file import Sample, write_mindrecord
+from ms_longctx.data.mindrecord_file import file_sizes, write_mindrecord
 
 VOCAB = 131
 LENGTH = 31
@@ -31,7 +31,8 @@ def make_set() -> Callable[..., Path]:
         rng = np.random.default_rng(seed)
         rows = [_sample(rng, layout, index in masked) for index in range(samples)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_mindrecord(path, rows)
+        integers = [len(tokens) + len(runs) for tokens, runs in rows]
+        write_mindrecord(path, rows, file_sizes(max(integers), sum(integers), samples))
         index = path.with_name(path.name + ".db")
         shard = Shard(
             name=path.name,
@@ -60,7 +61,7 @@ def make_set() -> Callable[..., Path]:
     return make
 
 
-def _sample(rng: np.random.Generator, layout: str, masked: bool) -> Sample:
+def _sample(rng: np.random.Generator, layout: str, masked: bool) -> tuple[np.ndarray, np.ndarray]:
     length = int(rng.integers(LENGTH // 2, LENGTH + 1))
     tokens = [int(rng.integers(VOCAB))]
     while len(tokens) < length:
