@@ -51,7 +51,8 @@ class HFTokenizer(Tokenizer):
         encoder = self._continuing if continues else self._encoder
         if not parse_special:
             encoder = self._literal_continuing if continues else self._literal
-        return list(encoder.encode(text, add_special_tokens=False).ids)
+        # The batch call leaves out the offsets of tokens, which takes a third of the time.
+        return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
     def _continuing(self) -> tokenizers.Tokenizer:

