@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by the C++ kernels ``FlashForward`` and ``FlashBackward`` (``ms_longctx/kernels/csrc/flash_*``)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from ms_longctx import kernels
 from ms_longctx.attention.mask import MaskSpec
 from ms_longctx.errors import MsLongctxError
+
+Shape = Sequence[int]
 
 
 def _operator(name: str, spec: MaskSpec, scale: float | None, shapes: Callable, dtypes: Callable,
@@ -25,19 +28,19 @@ def _operator(name: str, spec: MaskSpec, scale: float | None, shapes: Callable, 
     return op
 
 
-def _forward_shapes(q, k, v, q_documents, k_documents, slopes, offsets):  # noqa: ANN001, ANN202
+def _forward_shapes(q: Shape, *rest: Shape) -> tuple[Shape, Shape]:
     return q, (q[0], q[2], q[1])
 
 
-def _forward_dtypes(q, k, v, q_documents, k_documents, slopes, offsets):  # noqa: ANN001, ANN202
+def _forward_dtypes(q: Any, *rest: Any) -> tuple[Any, Any]:
     return q, mstype.float32
 
 
-def _backward_shapes(q, k, v, *rest):  # noqa: ANN001, ANN002, ANN202
+def _backward_shapes(q: Shape, k: Shape, v: Shape, *rest: Shape) -> tuple[Shape, Shape, Shape]:
     return q, k, v
 
 
-def _backward_dtypes(q, k, v, *rest):  # noqa: ANN001, ANN002, ANN202
+def _backward_dtypes(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
@@ -53,7 +56,17 @@ class CpuFlashAttention(nn.Cell):
         super().__init__()
         backward = _operator("FlashBackward", spec, scale, _backward_shapes, _backward_dtypes, None)
 
-        def bprop(q, k, v, q_documents, k_documents, slopes, offsets, out, dout):  # noqa: ANN001, ANN202
+        def bprop(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            q_documents: Tensor,
+            k_documents: Tensor,
+            slopes: Tensor,
+            offsets: Tensor,
+            out: tuple[Tensor, Tensor],
+            dout: tuple[Tensor, Tensor],
+        ) -> tuple[Tensor, ...]:
             dq, dk, dv = backward(
                 q, k, v, q_documents, k_documents, slopes, offsets, out[0], out[1], dout[0], dout[1]
             )
@@ -64,7 +77,16 @@ class CpuFlashAttention(nn.Cell):
 
         self.forward = _operator("FlashForward", spec, scale, _forward_shapes, _forward_dtypes, bprop)
 
-    def construct(self, q, k, v, q_documents, k_documents, alibi_slopes, offsets):  # noqa: ANN001, ANN201
+    def construct(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_documents: Tensor,
+        k_documents: Tensor,
+        alibi_slopes: Tensor,
+        offsets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         _check_types(q.dtype, k.dtype, v.dtype)
         return self.forward(q, k, v, q_documents, k_documents, alibi_slopes, offsets)
 

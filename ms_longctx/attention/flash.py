@@ -68,17 +68,27 @@ class FlashAttention(nn.Cell):
         self.no_slopes = Tensor([0.0], ms.float32)
         self.no_offsets = Tensor([0], ms.int32)
 
-    def construct(self, q, k, v, q_documents=None, k_documents=None, alibi_slopes=None, offsets=None):  # noqa: ANN001, ANN201
+    def construct(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_documents: Tensor | None = None,
+        k_documents: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         _check_shapes(q.shape, k.shape, v.shape)
         _check_presence("q_documents", self.spec.documents, q_documents is not None)
         _check_presence("alibi_slopes", self.spec.alibi, alibi_slopes is not None)
-        if k_documents is None:
-            k_documents = q_documents
         if q_documents is None:
             q_documents = self.no_documents
             k_documents = self.no_documents
-        elif q_documents.shape != q.shape[:2] or k_documents.shape != k.shape[:2]:
-            _refuse("q_documents, k_documents", (q_documents.shape, k_documents.shape), (q.shape[:2], k.shape[:2]))
+        else:
+            k_documents = q_documents if k_documents is None else k_documents
+            found, expected = (q_documents.shape, k_documents.shape), (q.shape[:2], k.shape[:2])
+            if found != expected:
+                _refuse("q_documents, k_documents", found, expected)
         if alibi_slopes is None:
             alibi_slopes = self.no_slopes
         elif alibi_slopes.shape != (q.shape[2],):

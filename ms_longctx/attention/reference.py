@@ -53,7 +53,16 @@ class ReferenceAttention(nn.Cell):
         self.spec = spec
         self.scale = scale
 
-    def construct(self, q, k, v, q_documents, k_documents, alibi_slopes, offsets):  # noqa: ANN001, ANN201
+    def construct(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_documents: Tensor,
+        k_documents: Tensor,
+        alibi_slopes: Tensor,
+        offsets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         batch, q_length, heads, dim = q.shape
         k_length, kv_heads = k.shape[1], k.shape[2]
         group = heads // kv_heads

@@ -41,12 +41,12 @@ COMMON_FLAGS = (
 )  # fmt: skip
 # In order of rising requirements, and linked in this order: where objects carry the same inline function the
 # linker keeps the first, which must run on the lesser CPU.
-X86_LEVELS = {
+X86_LEVELS: dict[str, tuple[str, ...]] = {
     "baseline": ("-DMLK_IS_BASELINE",),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
 }
-OTHER_LEVELS = {"baseline": ("-DMLK_IS_BASELINE",)}
+OTHER_LEVELS: dict[str, tuple[str, ...]] = {"baseline": ("-DMLK_IS_BASELINE",)}
 
 
 class KernelBuildError(MsLongctxError):

@@ -8,10 +8,12 @@ import functools
 from collections.abc import Callable
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import Tensor, ops
 
 from ms_longctx import kernels
 from ms_longctx.kernels.custom import operator
+
+Tensors = tuple[Tensor, ...]
 
 
 @functools.lru_cache(maxsize=1)
@@ -45,13 +47,15 @@ def make_linear_cross_entropy(chunk_tokens: int, gradient_in_forward: bool = Tru
             chunk_tokens=int(chunk_tokens),
         )
 
-    def scaled_bprop(hidden, weight, labels, out, dout):
+    def scaled_bprop(hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensors, dout: Tensors) -> Tensors:
         grad_hidden = ops.cast(out[2] * dout[0], hidden.dtype)
         return grad_hidden, ops.cast(out[3] * dout[0], weight.dtype), ops.zeros_like(labels)
 
     gradients = with_gradients()
 
-    def recomputing_bprop(hidden, weight, labels, out, dout):
+    def recomputing_bprop(
+        hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensors, dout: Tensors
+    ) -> Tensors:
         return scaled_bprop(hidden, weight, labels, gradients(hidden, weight, labels), dout)
 
     loss_only = operator(
@@ -62,7 +66,7 @@ def make_linear_cross_entropy(chunk_tokens: int, gradient_in_forward: bool = Tru
         chunk_tokens=int(chunk_tokens),
     )
 
-    def loss(hidden, weight, labels):
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
         if gradient_in_forward:
             out = gradients(hidden, weight, labels)
         else:

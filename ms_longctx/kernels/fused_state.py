@@ -9,9 +9,12 @@ must depend on its result (``ops.depend``).
 from collections.abc import Callable
 
 import mindspore as ms
+from mindspore import Tensor
 from mindspore.ops.signature import make_sig, sig_kind, sig_rw
 
 from ms_longctx.kernels.custom import operator
+
+Tensors = tuple[Tensor, ...]
 
 
 def make_adamw(beta1: float, beta2: float, eps: float, weight_decay: float) -> Callable:
@@ -46,7 +49,16 @@ def make_adamw(beta1: float, beta2: float, eps: float, weight_decay: float) -> C
     scalars = [make_sig(name) for name in ("learning_rate", "step", "grad_scale", "skip")]
     update_all.set_signatures([*scalars, make_sig("tensors", sig_rw.RW_WRITE, sig_kind.KIND_VAR_POSITIONAL)])
 
-    def update(learning_rate, step, grad_scale, skip, params, exp_avg, exp_avg_sq, grads):
+    def update(
+        learning_rate: Tensor,
+        step: Tensor,
+        grad_scale: Tensor,
+        skip: Tensor,
+        params: Tensors,
+        exp_avg: Tensors,
+        exp_avg_sq: Tensors,
+        grads: Tensors,
+    ) -> Tensor:
         return update_all(learning_rate, step, grad_scale, skip, *params, *exp_avg, *exp_avg_sq, *grads)
 
     return update
@@ -62,7 +74,7 @@ def make_global_norm() -> Callable:
         "FusedGlobalNorm", lambda *shapes: ([1], [1]), lambda *dtypes: (ms.float32, ms.bool_)
     )
 
-    def global_norm(grads):
+    def global_norm(grads: Tensors) -> tuple[Tensor, Tensor]:
         return reduce_all(*grads)
 
     return global_norm

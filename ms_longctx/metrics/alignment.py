@@ -13,6 +13,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ def _kernel() -> Callable[[Sentences, Sentences], Alignment] | None:
         return None
     function = ctypes.CDLL(str(kernels.library_path())).ms_longctx_text_alignment
     ints, longs = (np.ctypeslib.ndpointer(kind, flags="C_CONTIGUOUS") for kind in (np.int32, np.int64))
-    text = [ints, longs, ctypes.c_int64]
+    text: list[Any] = [ints, longs, ctypes.c_int64]
     function.argtypes = [*text, *text, ctypes.c_int32, longs]
     function.restype = None
 

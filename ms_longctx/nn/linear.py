@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The affine map of the model, with Hugging Face's parameter names and layout."""
 
+from collections.abc import Callable
+
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
@@ -43,7 +45,7 @@ class Linear(nn.Cell):
         if bias:
             self.bias = Parameter(initializer("zeros", (out_features,), dtype), name="bias")
         self.matmul = ops.MatMul(transpose_b=True)
-        self.skinny = None
+        self.skinny: Callable | None = None
         self.skinny_rows = 0
         if choose(implementation) == "cpu_kernel":
             from ms_longctx.kernels.fused import MAX_ROWS, make_skinny_linear
@@ -53,7 +55,7 @@ class Linear(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         rows = ops.reshape(x, (-1, self.in_features))
-        if rows.shape[0] <= self.skinny_rows:
+        if self.skinny is not None and rows.shape[0] <= self.skinny_rows:
             y = self.skinny(rows, self.weight)
         else:
             y = self.matmul(rows, ops.cast(self.weight, x.dtype))

@@ -24,7 +24,7 @@ class _OperatorLoss(nn.Cell):
         self.to_hidden = ops.MatMul()
         self.to_weight = ops.MatMul(transpose_a=True)
 
-    def construct(self, hidden, weight, labels):
+    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         loss = ops.zeros((), ms.float32)
         for start in range(0, hidden.shape[0], self.chunk_tokens):
             chunk = ops.depend(hidden[start : start + self.chunk_tokens], loss)
@@ -35,9 +35,11 @@ class _OperatorLoss(nn.Cell):
             loss = loss - (picked * ops.cast(target != IGNORE_INDEX, ms.float32)).sum()
         return loss
 
-    def bprop(self, hidden, weight, labels, out, dout):
+    def bprop(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         one, zero = ops.ones((), ms.float32), ops.zeros((), ms.float32)
-        grad_hidden = ()
+        grad_hidden: tuple[Tensor, ...] = ()
         grad_weight = ops.zeros(weight.shape, ms.float32)
         for start in range(0, hidden.shape[0], self.chunk_tokens):
             chunk = ops.depend(hidden[start : start + self.chunk_tokens], grad_weight)
