@@ -7,6 +7,7 @@ import argparse
 import sys
 from typing import Any
 
+from ms_longctx.data.formats import FORMATS
 from ms_longctx.errors import MsLongctxError
 
 _EXIT_INTERRUPTED = 130
@@ -53,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     rows.add_argument(
         "--format",
         default="auto",
-        choices=("auto", "article", "messages", "query_response", "alpaca", "text"),
+        choices=("auto", *FORMATS),
     )
     rows.add_argument(
         "--fields", nargs="+", default=[], metavar="OURS=THEIRS", help="names of fields, such as article=body"

@@ -122,7 +122,17 @@ def _parse(line: bytes) -> object:
         value: object = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RowError("bad_json", str(error) or type(error).__name__) from error
+    if b"\\u" in line:
+        _check_surrogates(value)
     return value
+
+
+def _check_surrogates(value: object) -> None:
+    """JSON can escape one half of a surrogate pair, which is no character and cannot be tokenized."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError("bad_text", "half of a surrogate pair (\\ud800 to \\udfff)") from error
 
 
 def _is_evaluation(line: bytes, settings: Settings) -> bool:

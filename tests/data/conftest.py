@@ -45,6 +45,13 @@ def articles() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def chapters() -> list[dict[str, str]]:
+    """Eight chapters of a Chinese novel, about five thousand characters each."""
+    with gzip.open(Path(__file__).parent / "sanguo.jsonl.gz", "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+@pytest.fixture(scope="session")
 def paragraphs(articles: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Rows of plain text, a paragraph each."""
     return [{"text": text} for row in articles for text in row["article"].split("\n\n") if len(text) > 40]

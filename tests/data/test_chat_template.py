@@ -24,8 +24,7 @@ TEMPLATES = {
     "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim "
     "+ '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
     "{{ content }}{% endfor %}",
-    "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}"
-    "{{ documents is none }}",
+    "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}{{ documents is none }}",
     "blocks": "{%- for m in messages %}\n    {%- if m.role == 'system' %}{% continue %}{% endif %}\n"
     "    {% generation %}\n[{{ m.content }}]\n    {%- endgeneration %}\n{% endfor %}\n",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}"

@@ -126,10 +126,7 @@ def test_exactly_one_bos_whoever_writes_it(sentencepiece_model: Path) -> None:
 
 def test_template_that_rewrites_earlier_turns_is_refused(sentencepiece_model: Path) -> None:
     """Templates that drop an answer once another follows cannot be trained on in one go."""
-    template = (
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}"
-        "{{ m.content }}</s>{% endif %}{% endfor %}"
-    )
+    template = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}</s>{% endif %}{% endfor %}"
     tokenizer = load_tokenizer(sentencepiece_model, template)
     with pytest.raises(RowError, match="message 2") as caught:
         Renderer(tokenizer).segments(_conversation(("a", "one", True), ("b", "two", True)))

@@ -41,9 +41,7 @@ def make_set(path: Path, count: int = COUNT, longest: int = SEQ_LEN, shards: int
         work.add(Converted(samples={"train": [samples[index] for index in part]}))
         work.commit()
     work.publish()
-    write_manifest(
-        path, Manifest(longest, "sft", "text", "fingerprint", 32000, 2, "x", tuple(work.shards["train"]))
-    )
+    write_manifest(path, Manifest(longest, "sft", "text", "fingerprint", 32000, 2, "x", tuple(work.shards["train"])))
     work.remove()
     return path, samples
 
@@ -53,9 +51,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return make_set(tmp_path_factory.mktemp("set") / "a.mindrecord")
 
 
-def read(
-    path: Path, batch_size: int = 4, seq_len: int = SEQ_LEN, **options: Any
-) -> list[dict[str, np.ndarray]]:
+def read(path: Path, batch_size: int = 4, seq_len: int = SEQ_LEN, **options: Any) -> list[dict[str, np.ndarray]]:
     dataset = create_dataset(path, batch_size, seq_len, **options)
     batches = list(dataset.create_dict_iterator(num_epochs=1, output_numpy=True))
     assert len(batches) == dataset.get_dataset_size()
@@ -77,9 +73,7 @@ def test_columns_hold_the_stored_samples(stored: Stored) -> None:
     for number, batch in enumerate(batches):
         part = samples[number * 4 : number * 4 + 4]
         expected = Collator(SEQ_LEN, 2)([tokens for tokens, _ in part], [runs for _, runs in part])
-        for name, values in zip(
-            ("input_ids", "labels", "position_ids", "document_ids"), expected, strict=True
-        ):
+        for name, values in zip(("input_ids", "labels", "position_ids", "document_ids"), expected, strict=True):
             assert batch[name].dtype == np.int32 and batch[name].shape == (4, SEQ_LEN)
             np.testing.assert_array_equal(batch[name][: len(part)], values)
     last = batches[-1]
@@ -93,9 +87,7 @@ def test_order_is_that_of_seed_and_epoch(stored: Stored, workers: int) -> None:
     for epoch in (0, 1):
         expected = epoch_order(COUNT, True, 5, epoch).tolist()
         for batch_size in (1, 4):
-            batches = read(
-                path, batch_size, seed=5, epoch=epoch, drop_last=False, num_parallel_workers=workers
-            )
+            batches = read(path, batch_size, seed=5, epoch=epoch, drop_last=False, num_parallel_workers=workers)
             assert first_tokens(batches) == expected
 
 
@@ -158,9 +150,7 @@ def test_ranks_in_processes_of_their_own(stored: Stored, tmp_path: Path) -> None
     ]
     halves = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
     order = epoch_order(COUNT, True, 9, 0).tolist()
-    together = [
-        number for steps in zip(*halves, strict=True) for pair in zip(*steps, strict=True) for number in pair
-    ]
+    together = [number for steps in zip(*halves, strict=True) for pair in zip(*steps, strict=True) for number in pair]
     assert together == order[:20]
 
 

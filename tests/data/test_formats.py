@@ -94,9 +94,7 @@ def test_messages_keep_loss_flags() -> None:
 
 def test_messages_system_priority_and_parts() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    own = {
-        "messages": [{"role": "system", "content": "own"}, {"role": "user", "content": parts}, MESSAGES[1]]
-    }
+    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": parts}, MESSAGES[1]]}
     assert _turns(_read(own, system="general"))[:2] == [("system", "own"), ("user", "one two")]
     assert _turns(_read({"messages": MESSAGES}, system="general"))[0] == ("system", "general")
     assert _read({"messages": MESSAGES, "tools": [{"name": "f"}]}).tools == [{"name": "f"}]

@@ -19,8 +19,7 @@ from ms_longctx.data.work import Work
 def _samples(lengths: list[int], vocabulary: int, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     return [
-        (rng.integers(0, vocabulary, n).astype(np.int32), np.array([n // 2, n - n // 2], np.int32))
-        for n in lengths
+        (rng.integers(0, vocabulary, n).astype(np.int32), np.array([n // 2, n - n // 2], np.int32)) for n in lengths
     ]
 
 
@@ -83,7 +82,5 @@ def test_one_addition_larger_than_a_file_is_divided(tmp_path: Path) -> None:
     assert len(work.shards["train"]) == 11
     assert all(shard.tokens * 4 <= 100_000 for shard in work.shards["train"])
     work.publish()
-    assert _read([tmp_path / shard.name for shard in work.shards["train"]]) == [
-        t.tolist() for t, _ in samples
-    ]
+    assert _read([tmp_path / shard.name for shard in work.shards["train"]]) == [t.tolist() for t, _ in samples]
     work.remove()

@@ -13,9 +13,7 @@ from ms_longctx.errors import MsLongctxError
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:
-    orders = {
-        (seed, epoch): epoch_order(97, True, seed, epoch).tolist() for seed in (1, 2) for epoch in (0, 1)
-    }
+    orders = {(seed, epoch): epoch_order(97, True, seed, epoch).tolist() for seed in (1, 2) for epoch in (0, 1)}
     assert len({tuple(order) for order in orders.values()}) == 4
     assert all(sorted(order) == list(range(97)) for order in orders.values())
     assert epoch_order(97, True, 1, 1).tolist() == orders[1, 1]
@@ -48,9 +46,7 @@ def test_ranks_share_what_is_left(samples: int, batch: int, ranks: int, start: i
 @given(batch=st.integers(1, 4), ranks=st.integers(1, 4), steps=st.integers(0, 4), new_ranks=st.integers(1, 4))
 def test_resume_with_another_number_of_ranks(batch: int, ranks: int, steps: int, new_ranks: int) -> None:
     order = epoch_order(64, True, 0, 0)
-    before = [
-        rank_order(order, batch, rank, ranks, 0, True).indices[: steps * batch] for rank in range(ranks)
-    ]
+    before = [rank_order(order, batch, rank, ranks, 0, True).indices[: steps * batch] for rank in range(ranks)]
     done = np.concatenate(before)
     after = [rank_order(order, 1, rank, new_ranks, len(done), False).indices for rank in range(new_ranks)]
     assert sorted(np.concatenate([done, *after]).tolist()) == list(range(64))

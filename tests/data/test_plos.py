@@ -83,7 +83,5 @@ def test_made_again_from_the_wheel(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "mindrecord_tools" / "plos.py"), "--output", str(tmp_path)]
     subprocess.run(script, check=True, timeout=300)
     for name in NAMES:
-        assert gzip.decompress((tmp_path / name).read_bytes()) == gzip.decompress(
-            (FOLDER / name).read_bytes()
-        )
+        assert gzip.decompress((tmp_path / name).read_bytes()) == gzip.decompress((FOLDER / name).read_bytes())
     assert (tmp_path / "ATTRIBUTION.md").read_bytes() == (FOLDER / "ATTRIBUTION.md").read_bytes()

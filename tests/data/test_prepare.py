@@ -20,7 +20,7 @@ from ms_longctx.data.manifest import load_manifest, shard_paths
 from ms_longctx.data.prepare import prepare
 from ms_longctx.data.report import picture_path, report_path
 from ms_longctx.data.samples import Lengths
-from ms_longctx.data.tokenizer import Tokenizer
+from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
 from ms_longctx.errors import MsLongctxError
 
 Write = Callable[..., Path]
@@ -30,10 +30,7 @@ def samples_of(path: Path) -> list[tuple[list[int], list[int]]]:
     """(tokens, runs) of a set, as MindSpore reads them."""
     files = shard_paths(path, load_manifest(path))
     rows = ds.MindDataset(files, ["input_ids", "runs"], shuffle=False)
-    return [
-        (ids.tolist(), runs.tolist())
-        for ids, runs in rows.create_tuple_iterator(num_epochs=1, output_numpy=True)
-    ]
+    return [(ids.tolist(), runs.tolist()) for ids, runs in rows.create_tuple_iterator(num_epochs=1, output_numpy=True)]
 
 
 @pytest.fixture
@@ -42,9 +39,7 @@ def settings(sentencepiece_model: Path) -> Settings:
 
 
 def run(inputs: Any, output: Path, settings: Settings, **options: Any) -> dict[str, Path]:
-    result = prepare(
-        [str(i) for i in inputs], output, settings, **({"num_workers": 1, "progress": False} | options)
-    )
+    result = prepare([str(i) for i in inputs], output, settings, **({"num_workers": 1, "progress": False} | options))
     assert result.finished
     return result.outputs
 
@@ -64,9 +59,7 @@ def test_several_processes_give_the_same_files(
         if file.suffix != ".json":
             assert file.read_bytes() == (two.parent / file.name).read_bytes()
     tokens = np.concatenate([ids for ids, _ in samples_of(one)]).tolist()
-    assert tokens == [
-        i for row in paragraphs for i in mistral.encode(row["text"], add_bos=True, add_eos=True)
-    ]
+    assert tokens == [i for row in paragraphs for i in mistral.encode(row["text"], add_bos=True, add_eos=True)]
 
 
 def test_article_set_of_the_bundled_articles(
@@ -83,9 +76,25 @@ def test_article_set_of_the_bundled_articles(
     for (ids, runs), row in zip(samples, articles, strict=True):
         assert runs[0] <= 7936 and runs[1] <= 256 and sum(runs) == len(ids)
         answer = smollm2.decode(ids[runs[0] :])
-        assert row["abstract"].startswith(answer) and (ids[-1] == smollm2.eos_id) == (
-            answer == row["abstract"]
-        )
+        assert row["abstract"].startswith(answer) and (ids[-1] == smollm2.eos_id) == (answer == row["abstract"])
+
+
+def test_chinese_novel_comes_back_whole(
+    tmp_path: Path, sentencepiece_model: Path, smollm2_gguf: Path, chapters: list[dict], write_rows: Write
+) -> None:
+    """Long Chinese texts in pieces: joined again they are the text, with either kind of tokenizer."""
+    rows = write_rows(chapters, "三国.jsonl")
+    for number, source in enumerate((sentencepiece_model, smollm2_gguf)):
+        settings = Settings(str(source), "lm", Lengths(1000))
+        output = run([rows], tmp_path / str(number) / "三国.mindrecord", settings)["train"]
+        tokenizer = load_tokenizer(source)
+        pieces = [ids for ids, _ in samples_of(output)]
+        ends = [index for index, ids in enumerate(pieces) if ids[-1] == tokenizer.eos_id]
+        assert len(ends) == len(chapters) and max(map(len, pieces)) == 1000
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        for start, end, row in zip(starts, ends, chapters, strict=True):
+            ids = [index for piece in pieces[start : end + 1] for index in piece]
+            assert tokenizer.decode(ids) == row["text"]
 
 
 def test_every_row_is_accounted_for(tmp_path: Path, smollm2_gguf: Path) -> None:
@@ -94,17 +103,18 @@ def test_every_row_is_accounted_for(tmp_path: Path, smollm2_gguf: Path) -> None:
         '{"query": "q", "response": "r"}', "", "{bad json", "[1, 2]", '{"query": "q"}',
         '{"query": "q", "response": ""}', '{"query": "q", "response": 5}', "\xff",
         '{"query": "q", "response": "r"}',
-        '{"query": "' + "long " * 300 + '", "response": "r"}', "   ", '{"query": "q", "response": "tail"}',
+        '{"query": "' + "long " * 300 + '", "response": "r"}', "   ", r'{"query": "\ud83d", "response": "r"}',
+        r'{"query": "\ud83d\ude80", "response": "tail"}',
     ]  # fmt: skip
     file = tmp_path / "rows.jsonl"
     file.write_bytes("\n".join(rows).encode("latin-1"))  # the last line has no newline
     settings = Settings(str(smollm2_gguf), "sft", Lengths(64, truncation="delete"))
     output = run([file], tmp_path / "a.mindrecord", settings)["train"]
     report = json.loads(report_path(output).read_text())
-    assert report["rows"] == {"read": 12, "written": 3, "shortened": 0}
+    assert report["rows"] == {"read": 13, "written": 3, "shortened": 0}
     assert report["dropped"] == {
         "blank": 2, "bad_json": 2, "not_an_object": 1, "missing_field": 1, "empty": 1, "bad_value": 1,
-        "too_long": 1,
+        "too_long": 1, "bad_text": 1,
     }  # fmt: skip
     assert sum(report["dropped"].values()) + report["rows"]["written"] == report["rows"]["read"]
     assert any(problem.startswith(f"{file}:3: bad_json:") for problem in report["problems"])
@@ -112,9 +122,7 @@ def test_every_row_is_accounted_for(tmp_path: Path, smollm2_gguf: Path) -> None:
     assert len(samples_of(output)) == 3
 
 
-def test_strict_stops_at_the_line_and_leaves_nothing(
-    tmp_path: Path, settings: Settings, write_rows: Write
-) -> None:
+def test_strict_stops_at_the_line_and_leaves_nothing(tmp_path: Path, settings: Settings, write_rows: Write) -> None:
     file = write_rows([{"text": "fine"}, {"txt": "wrong"}])
     strict = Settings(settings.tokenizer, "lm", settings.lengths, strict=True)
     with pytest.raises(MsLongctxError, match="rows.jsonl:2: missing_field: no field 'text'.*keys txt"):
@@ -122,24 +130,18 @@ def test_strict_stops_at_the_line_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
-def test_report_and_picture(
-    tmp_path: Path, settings: Settings, write_rows: Write, paragraphs: list[dict]
-) -> None:
+def test_report_and_picture(tmp_path: Path, settings: Settings, write_rows: Write, paragraphs: list[dict]) -> None:
     output = run([write_rows(paragraphs[:200])], tmp_path / "a-b.v1.mindrecord", settings)["train"]
     report = json.loads(report_path(output).read_text())
     lengths = [len(ids) for ids, _ in samples_of(output)]
     assert sum(report["lengths"].values()) == len(lengths)
-    assert report["length_quantiles"]["1.0"] == max(lengths) and report["length_quantiles"]["0.0"] == min(
-        lengths
-    )
+    assert report["length_quantiles"]["1.0"] == max(lengths) and report["length_quantiles"]["0.0"] == min(lengths)
     assert report["tokens"]["encoded"] == report["tokens"]["written"] + sum(report["lost"].values())
     picture = picture_path(output).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_split_is_by_content(
-    tmp_path: Path, settings: Settings, write_rows: Write, paragraphs: list[dict]
-) -> None:
+def test_split_is_by_content(tmp_path: Path, settings: Settings, write_rows: Write, paragraphs: list[dict]) -> None:
     """Equal rows are on one side; order and file do not matter; another seed divides otherwise."""
     rows = paragraphs[:400]
     split = {"eval_ratio": 0.2}

@@ -100,9 +100,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, rows: Path, sentencepiec
 
 
 def finish(job: Job) -> None:
-    result = prepare(
-        [str(job.rows)], job.output, job.settings, num_workers=2, shard_bytes=60_000, progress=False
-    )
+    result = prepare([str(job.rows)], job.output, job.settings, num_workers=2, shard_bytes=60_000, progress=False)
     assert result.finished and not work_directory(job.output).exists()
 
 
@@ -117,9 +115,7 @@ def assert_same_samples(output: Path, reference: Path) -> None:
     for mine, expected in ((output, reference), (evaluation(output), evaluation(reference))):
         assert list(samples(mine)) == list(samples(expected))
     report, other = (json.loads(report_path(path).read_text()) for path in (output, reference))
-    assert {k: report[k] for k in ("rows", "tokens", "lengths")} == {
-        k: other[k] for k in ("rows", "tokens", "lengths")
-    }
+    assert {k: report[k] for k in ("rows", "tokens", "lengths")} == {k: other[k] for k in ("rows", "tokens", "lengths")}
 
 
 def evaluation(output: Path) -> Path:
@@ -189,9 +185,7 @@ def test_two_at_once_are_refused(job: Job) -> None:
 
 
 @pytest.mark.parametrize("moves", [0, 1, 3, 6, 7])
-def test_stop_while_files_are_moved(
-    job: Job, reference: Path, monkeypatch: pytest.MonkeyPatch, moves: int
-) -> None:
+def test_stop_while_files_are_moved(job: Job, reference: Path, monkeypatch: pytest.MonkeyPatch, moves: int) -> None:
     """The last step moves files one by one; stopped after any of them, the next call completes it."""
     job.rows = job.folder / "few.jsonl"
     job.rows.write_text("".join(json.dumps({"text": f"row {index} of text"}) + "\n" for index in range(400)))
@@ -211,9 +205,7 @@ def test_stop_while_files_are_moved(
         patch.setattr(os, "replace", replace)
         prepare([str(job.rows)], job.output, job.settings, num_workers=1, shard_bytes=6_000, progress=False)
     assert not manifest_path(job.output).exists()
-    result = prepare(
-        [str(job.rows)], job.output, job.settings, num_workers=1, shard_bytes=6_000, progress=False
-    )
+    result = prepare([str(job.rows)], job.output, job.settings, num_workers=1, shard_bytes=6_000, progress=False)
     assert result.finished
     assert_same_bytes(job.output, expected)
 
@@ -250,7 +242,5 @@ def test_convert_script_alone(tmp_path: Path, sentencepiece_model: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "1 rows read = 1 written + 0 dropped" in done.stdout
     assert load_manifest(tmp_path / "a.mindrecord").samples == 1
-    failed = subprocess.run(
-        [*command[:4], *options], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    failed = subprocess.run([*command[:4], *options], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert failed.returncode == 2 and failed.stderr.startswith("error: ") and "--output" in failed.stderr

@@ -41,9 +41,7 @@ def test_short_article_is_untouched(smollm2: Tokenizer) -> None:
     built = SampleBuilder(smollm2, "sft", Lengths(8192, 7936, 256)).build(_article("A text."))
     prompt, answer = _parts(built)
     assert not built.lost
-    assert smollm2.decode(prompt, skip_special_tokens=False).endswith(
-        "A text.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert smollm2.decode(prompt, skip_special_tokens=False).endswith("A text.<|im_end|>\n<|im_start|>assistant\n")
     assert smollm2.decode(answer, skip_special_tokens=False) == "Short.<|im_end|>"
     _accounted(built)
 
@@ -51,9 +49,7 @@ def test_short_article_is_untouched(smollm2: Tokenizer) -> None:
 def test_long_article_is_cut_and_the_answer_kept(smollm2: Tokenizer, articles: list[dict[str, Any]]) -> None:
     """A prompt longer than its limit must not push the answer out (UniVR#13, trl#6668)."""
     row = max(articles, key=lambda row: len(row["article"]))
-    built = SampleBuilder(smollm2, "sft", Lengths(8192, 7936, 256)).build(
-        _article(row["article"], "The gist.")
-    )
+    built = SampleBuilder(smollm2, "sft", Lengths(8192, 7936, 256)).build(_article(row["article"], "The gist."))
     prompt, answer = _parts(built)
     assert len(prompt) == 7936
     assert smollm2.decode(answer, skip_special_tokens=False) == "The gist.<|im_end|>"
@@ -92,16 +88,12 @@ def test_cut_never_splits_a_character(
 ) -> None:
     source = (MIXED * repeats)[start:].strip()
     for tokenizer in (smollm2, mistral):
-        built = SampleBuilder(tokenizer, "sft", Lengths(room + 20, room, 20, truncation=cut)).build(
-            _article(source)
-        )
+        built = SampleBuilder(tokenizer, "sft", Lengths(room + 20, room, 20, truncation=cut)).build(_article(source))
         prompt, _ = _parts(built)
         assert room - 8 <= len(prompt) <= room  # up to one character is given away besides
         text = tokenizer.decode(prompt, skip_special_tokens=False)
         assert "\ufffd" not in text
-        inside = (
-            text.split("article.\n\n")[1].removesuffix("<|im_end|>\n<|im_start|>assistant\n").rstrip("\n")
-        )
+        inside = text.split("article.\n\n")[1].removesuffix("<|im_end|>\n<|im_start|>assistant\n").rstrip("\n")
         if cut == "right":
             assert source.startswith(inside)
         elif cut == "left":
@@ -158,16 +150,10 @@ def test_longest_user_message_is_shortened_in_a_conversation(smollm2: Tokenizer)
     ((tokens, runs),) = SampleBuilder(smollm2, "sft", Lengths(200)).build(record).samples
     assert len(tokens) == 200 and len(runs) == 4
     text = smollm2.decode(tokens, skip_special_tokens=False)
-    assert (
-        "<|im_start|>user\nAnd?<|im_end|>" in text
-        and "One.<|im_end|>" in text
-        and text.endswith("Two.<|im_end|>")
-    )
+    assert "<|im_start|>user\nAnd?<|im_end|>" in text and "One.<|im_end|>" in text and text.endswith("Two.<|im_end|>")
 
 
-def test_plain_text_pieces_are_consecutive_and_counted(
-    mistral: Tokenizer, articles: list[dict[str, Any]]
-) -> None:
+def test_plain_text_pieces_are_consecutive_and_counted(mistral: Tokenizer, articles: list[dict[str, Any]]) -> None:
     """An over-long text is neither dropped nor lost silently."""
     text = articles[0]["article"]
     built = SampleBuilder(mistral, "lm", Lengths(1000, min_tokens=50)).build(text)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import sentencepiece
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ms_longctx.data.gguf_metadata import read_gguf_metadata
 from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
 from ms_longctx.errors import MsLongctxError
 
@@ -46,21 +48,49 @@ def test_gguf_ids_equal_llama_cpp(smollm2: Tokenizer, row: dict) -> None:
     assert smollm2.encode(row["text"], parse_special=False) == row["plain"]
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2"])
+def test_other_gguf_families_equal_llama_cpp(smollm2_gguf: Path, tmp_path: Path, pre: str) -> None:
+    """The same vocabulary with Llama 3's and GPT-2's way to split text, in a file the gguf package writes."""
+    metadata = read_gguf_metadata(smollm2_gguf)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"].tolist())
+    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.encode(row["text"]) for row in GOLDEN] == [row[pre] for row in GOLDEN]
+    assert sum(row[pre] != row["ids"] for row in GOLDEN) in (1, 5)  # so the choice shows
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, None, 0)
+
+
+def test_unknown_gguf_family_is_refused(tmp_path: Path) -> None:
+    for model, pre, message in (
+        ("gpt2", "mystery", "pre is 'mystery'; supported are gpt-2"),
+        ("bert", "x", "'bert'"),
+    ):
+        writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+        writer.add_tokenizer_model(model)
+        writer.add_tokenizer_pre(pre)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        with pytest.raises(MsLongctxError, match=message):
+            load_tokenizer(tmp_path / "model.gguf")
+
+
 @settings(max_examples=150, deadline=None)
 @given(ANY_TEXT)
-def test_sentencepiece_ids_equal_sentencepiece(
-    mistral: Tokenizer, sentencepiece_model: Path, text: str
-) -> None:
+def test_sentencepiece_ids_equal_sentencepiece(mistral: Tokenizer, sentencepiece_model: Path, text: str) -> None:
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     assert mistral.encode(text, parse_special=False) == reference.encode(text)
 
 
-@pytest.mark.parametrize(
-    "text", [*TEXTS, "<s>\nHi", "a</s>\n\nb", "</s> x", "x<s>哈哈", "<s><s> y"], ids=ascii
-)
-def test_sentencepiece_ids_equal_transformers(
-    mistral: Tokenizer, sentencepiece_model: Path, text: str
-) -> None:
+@pytest.mark.parametrize("text", [*TEXTS, "<s>\nHi", "a</s>\n\nb", "</s> x", "x<s>哈哈", "<s><s> y"], ids=ascii)
+def test_sentencepiece_ids_equal_transformers(mistral: Tokenizer, sentencepiece_model: Path, text: str) -> None:
     """After a special token no space is put before the text (the extra 29871 of Chinese-LLaMA-Alpaca#475)."""
     reference = transformers.LlamaTokenizer(vocab_file=str(sentencepiece_model), legacy=False)
     assert mistral.encode(text) == reference.encode(text, add_special_tokens=False)
@@ -127,9 +157,7 @@ def test_decode_equals_transformers(smollm2_directory: Path, llama_directory: Pa
     for folder in (smollm2_directory, llama_directory):
         mine, reference = _pair(folder)
         ids = reference.encode(text)
-        assert mine.decode(ids) == reference.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        assert mine.decode(ids) == reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 # --- streaming ---
@@ -189,9 +217,7 @@ def test_chat_template_equals_transformers(smollm2: Tokenizer, smollm2_directory
     mine, reference = _pair(smollm2_directory)
     messages = [{"role": "user", "content": "Hi\n"}, {"role": "assistant", "content": " 好的。"}]
     for add_generation_prompt in (False, True):
-        expected = reference.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         assert mine.apply_chat_template(messages, add_generation_prompt) == expected
         assert smollm2.apply_chat_template(messages, add_generation_prompt) == expected
         assert mine.encode_chat(messages, add_generation_prompt) == reference.apply_chat_template(
@@ -220,8 +246,6 @@ def test_fingerprint_depends_on_the_vocabulary_not_the_file(
 
 def test_gguf_sentencepiece_vocabulary(sentencepiece_model: Path, tmp_path: Path) -> None:
     """A SentencePiece vocabulary written by the gguf package gives the ids of the original model."""
-    import gguf
-
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     count = reference.get_piece_size()
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
