@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.nn.utils import no_init_parameters
+from numpy.typing import ArrayLike, NDArray
 
 from ms_longctx.attention.flash import FlashAttention
 from ms_longctx.attention.mask import MaskSpec
@@ -111,9 +113,7 @@ class LlamaDecoderLayer(nn.Cell):
     def __init__(self, config: LlamaConfig, dtype: ms.Type) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, dtype)
-        self.mlp = MLP(
-            config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.initializer_range
-        )
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.initializer_range)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -203,9 +203,7 @@ class LlamaForCausalLM(nn.Cell):
         Logits ``(B, S, V)`` without ``labels``, else the mean loss in nats a token, an fp32 scalar.
     """
 
-    def __init__(
-        self, config: LlamaConfig, dtype: ms.Type = ms.float32, compute_dtype: ms.Type | None = None
-    ) -> None:
+    def __init__(self, config: LlamaConfig, dtype: ms.Type = ms.float32, compute_dtype: ms.Type | None = None) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -238,7 +236,12 @@ class LlamaForCausalLM(nn.Cell):
         """Sum of the token losses in nats and the number of tokens with a target, both fp32 scalars."""
         hidden = self.model(input_ids, position_ids, document_ids)
         rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
-        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)))
+        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)), self.head_is_frozen)
+
+    @property
+    def head_is_frozen(self) -> bool:
+        """Whether the output head does not train; read when a graph is compiled."""
+        return not self.lm_head.weight.requires_grad
 
     def forward_cached(
         self,
@@ -298,6 +301,12 @@ class LlamaForCausalLM(nn.Cell):
         """
         stored = as_dtype(dtype or self.dtype)
         save_model(self, self.config, Path(path), stored, max_shard_size, self.companions)
+
+    def generate(self, input_ids: ArrayLike, **options: Any) -> NDArray[np.int32]:
+        """Prompts and answers as one array: see :func:`ms_longctx.generation.generate.generate`."""
+        from ms_longctx.generation.generate import generate
+
+        return generate(self, input_ids, **options)
 
     def set_recompute(self) -> None:
         """Keep only each decoder layer's input for the backward pass and compute the rest again.

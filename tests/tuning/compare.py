@@ -37,9 +37,7 @@ def randomize(peft_model: torch.nn.Module, seed: int = 1) -> None:
 def file_names(peft_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Trained tensors of a peft model under the names of its files."""
     return {
-        name.replace("base_model.model.", "", 1)
-        .replace(".default", "")
-        .replace(".modules_to_save", ""): param
+        name.replace("base_model.model.", "", 1).replace(".default", "").replace(".modules_to_save", ""): param
         for name, param in peft_model.named_parameters()
         if param.requires_grad
     }

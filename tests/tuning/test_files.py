@@ -43,9 +43,7 @@ def randomize_ours(model: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS.keys())
-def test_peft_opens_ours(
-    make_pair: Any, tmp_path: Path, batch: Any, values: dict, tied: bool, fused: bool
-) -> None:
+def test_peft_opens_ours(make_pair: Any, tmp_path: Path, batch: Any, values: dict, tied: bool, fused: bool) -> None:
     theirs, ours = make_pair(fused, tie_word_embeddings=tied, attention_bias=True)
     get_pe_model(ours, LoraConfig(**values))
     randomize_ours(ours)
@@ -60,9 +58,7 @@ def test_peft_opens_ours(
 
 
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS.keys())
-def test_ours_opens_peft(
-    make_pair: Any, tmp_path: Path, batch: Any, values: dict, fused: bool, caplog: Any
-) -> None:
+def test_ours_opens_peft(make_pair: Any, tmp_path: Path, batch: Any, values: dict, fused: bool, caplog: Any) -> None:
     theirs, ours = make_pair(fused, attention_bias=True)
     biases = {name: param.clone() for name, param in theirs.named_parameters() if name.endswith("bias")}
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", **values)).eval()
@@ -137,9 +133,7 @@ BREAKAGES: dict[str, tuple[Any, str]] = {
     "bad json": (lambda d: (d / "adapter_config.json").write_text("{"), "not valid JSON"),
     "json list": (lambda d: (d / "adapter_config.json").write_text("[]"), "expected a JSON object"),
     "cut weights": (
-        lambda d: (d / "adapter_model.safetensors").write_bytes(
-            (d / "adapter_model.safetensors").read_bytes()[:-9]
-        ),
+        lambda d: (d / "adapter_model.safetensors").write_bytes((d / "adapter_model.safetensors").read_bytes()[:-9]),
         "not a complete safetensors file",
     ),
     "other method": (lambda d: edit_config(d, peft_type="ADALORA"), "peft_type = 'ADALORA'"),
@@ -181,9 +175,7 @@ def test_a_head_trained_apart_from_its_embedding_is_refused(make_pair: Any, tmp_
     load_adapter(ours, tmp_path / "start")
     randomize(theirs)
     theirs.save_pretrained(tmp_path / "end")
-    with pytest.raises(
-        MsLongctxError, match="embed_tokens.weight and .*lm_head.weight differ, but the model ties"
-    ):
+    with pytest.raises(MsLongctxError, match="embed_tokens.weight and .*lm_head.weight differ, but the model ties"):
         load_adapter(ours, tmp_path / "end")
 
 

@@ -86,9 +86,7 @@ def test_names_shapes_and_counts(make_pair: Any, values: dict, fused: bool, caps
     assert {name: tensor.read().shape for name, tensor in trained_tensors(ours).items()} == expected
     assert count_parameters(ours)[0] == theirs.get_nb_trainable_parameters()[0]
     base = [name for name, _ in ours.parameters_and_names() if "lora_" not in name]
-    assert (
-        base == names and [p.name for _, p in ours.parameters_and_names() if "lora_" not in p.name] == names
-    )
+    assert base == names and [p.name for _, p in ours.parameters_and_names() if "lora_" not in p.name] == names
     if "modules_to_save" not in values:  # peft counts the untrained copy of those too
         theirs.print_trainable_parameters()
         print_trainable_parameters(ours)
@@ -110,9 +108,7 @@ def test_starts_as_the_base_with_the_spread_of_peft(make_pair: Any, batch: Any) 
         assert mine.std() == pytest.approx(expected.std(), rel=0.05)
         assert np.abs(mine).max() == pytest.approx(np.abs(expected).max(), rel=0.01)
     first = [p.asnumpy() for p in ours.trainable_params()]
-    again = [
-        p.asnumpy() for p in get_pe_model(make_pair()[1], LoraConfig(**values), seed=3).trainable_params()
-    ]
+    again = [p.asnumpy() for p in get_pe_model(make_pair()[1], LoraConfig(**values), seed=3).trainable_params()]
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
 
 
@@ -144,9 +140,7 @@ def test_merge_rounds_once_and_unmerge_restores(
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-5), ("fp16", 4e-3)])
-def test_merged_logits(
-    make_pair: Any, tmp_path: Path, batch: Any, dtype: str, bound: float, fused: bool
-) -> None:
+def test_merged_logits(make_pair: Any, tmp_path: Path, batch: Any, dtype: str, bound: float, fused: bool) -> None:
     """Reference: the adapter model itself. Bound for fp16: logits of about 1 rounded through two layers."""
     _, ours = adapted(make_pair, tmp_path, CONFIGS["all-linear"], fused, dtype=dtype)
     names = [name for name, _ in ours.parameters_and_names() if "lora_" not in name]
@@ -173,9 +167,7 @@ def test_merge_refuses_to_overflow(make_pair: Any) -> None:
     last = ours.trainable_params()[-1]
     last.set_data(Tensor(np.full(last.shape, 1e7, np.float32)))
     start[last.name] = last.asnumpy().copy()
-    with pytest.raises(
-        MsLongctxError, match=r"layers\.1\.mlp\.down_proj\.weight: the sum .* is not finite in Float16"
-    ):
+    with pytest.raises(MsLongctxError, match=r"layers\.1\.mlp\.down_proj\.weight: the sum .* is not finite in Float16"):
         merge(ours)
     for name, param in ours.parameters_and_names():
         np.testing.assert_array_equal(param.asnumpy(), start[name], err_msg=name)

@@ -69,9 +69,7 @@ def test_refusals_leave_the_model_alone(make_pair: Any, values: dict, message: s
 
 def test_tied_modules_train_together(make_pair: Any) -> None:
     ours = make_pair(tie_word_embeddings=True)[1]
-    with pytest.raises(
-        MsLongctxError, match="embed_tokens.weight, which is tied to lm_head.weight; name both"
-    ):
+    with pytest.raises(MsLongctxError, match="embed_tokens.weight, which is tied to lm_head.weight; name both"):
         get_pe_model(ours, LoraConfig(modules_to_save=["embed_tokens"]))
 
 
@@ -79,9 +77,7 @@ def test_what_a_fused_layer_cannot_do(make_pair: Any) -> None:
     ours = make_pair(True, attention_bias=True)[1]
     with pytest.raises(MsLongctxError, match="qkv_proj.*parallel_attention: false"):
         get_pe_model(ours, LoraConfig(target_modules=["up_proj"], modules_to_save=["self_attn"]))
-    with pytest.raises(
-        MsLongctxError, match="lora_only with parallel_attention needs q_proj, k_proj and v_proj"
-    ):
+    with pytest.raises(MsLongctxError, match="lora_only with parallel_attention needs q_proj, k_proj and v_proj"):
         get_pe_model(ours, LoraConfig(bias="lora_only"))
 
 
@@ -110,11 +106,6 @@ def test_from_section() -> None:
 
 
 def test_config_is_one_of_peft() -> None:
-    config = LoraConfig(
-        r=3, lora_alpha=7, target_modules=["a", "b"], use_rslora=True, layers_to_transform=[1]
-    )
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["a", "b"], use_rslora=True, layers_to_transform=[1])
     theirs = peft.LoraConfig(**{k: v for k, v in config.to_peft().items() if k != "peft_type"})
-    assert (
-        LoraConfig.from_peft(theirs.to_dict() | {"target_modules": ["a", "b"], "peft_type": "LORA"}, "")
-        == config
-    )
+    assert LoraConfig.from_peft(theirs.to_dict() | {"target_modules": ["a", "b"], "peft_type": "LORA"}, "") == config
