@@ -132,9 +132,7 @@ def test_fp16_compute_keeps_fp32_parameters(tmp_path: Path) -> None:
 
 def test_parameter_names_and_initial_values() -> None:
     """Names as transformers gives them; matrices normal of the configured deviation, norms 1, biases 0."""
-    fields = {
-        key: value for key, value in TINY.items() if key not in ("attn_implementation", "initializer_range")
-    }
+    fields = {key: value for key, value in TINY.items() if key not in ("attn_implementation", "initializer_range")}
     model = LlamaForCausalLM(LlamaConfig(**fields, attention_bias=True, initializer_range=0.05))
     expected = torch_model(attention_bias=True).state_dict()
     found = {name: parameter.asnumpy() for name, parameter in model.parameters_and_names()}
