@@ -14,6 +14,7 @@ from ms_longctx.config import GenerationConfig
 from ms_longctx.data.tokenizer import Tokenizer
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.generation.engine import Engine, GraphEngine
+from ms_longctx.generation.kernel_engine import KernelEngine, usable
 from ms_longctx.generation.sampling import Sampler
 from ms_longctx.generation.stopping import StopStrings
 from ms_longctx.models.llama import LlamaForCausalLM
@@ -76,7 +77,8 @@ def generate_ids(
 
 def make_engine(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Engine:
     """The engine that suits the model and the device."""
-    return GraphEngine(model, prompts, max_new_tokens)
+    engine = KernelEngine if usable(model) else GraphEngine
+    return engine(model, prompts, max_new_tokens)
 
 
 def stream_text(

@@ -43,7 +43,8 @@ struct Interval {
 // offsets (n) or (B, n), n = 2 or 3: first query position, valid key rows, first key position (0 where n is 2). With
 // n = 1 all keys are valid and the last query stands at the last key. What the mask does not use is never read.
 struct Problem {
-  explicit Problem(const AotArgs& args) : mask(attributes<Mask>(args)) {
+  explicit Problem(const AotArgs& args) : Problem(attributes<Mask>(args), args) {}
+  Problem(const Mask& static_mask, const AotArgs& args) : mask(static_mask) {
     batch = args.dim(0, 0), q_length = args.dim(0, 1), heads = args.dim(0, 2), dim = args.dim(0, 3);
     kv_length = args.dim(1, 1), kv_heads = args.dim(1, 2), group = heads / kv_heads;
     rows = q_length * group;
@@ -99,6 +100,9 @@ struct Problem {
   const float* slopes;
   int64_t offsets_width, offsets_stride;
 };
+
+// FlashForward for other kernels: `args` holds its inputs and results, the mask is in `p`.
+int flash_forward(const Problem& p, const AotArgs& args);
 
 // Bounds over several query rows; rows that see nothing are left out.
 struct RowBounds {

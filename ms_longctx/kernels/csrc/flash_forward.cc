@@ -228,15 +228,16 @@ int run(const Problem& p, const AotArgs& args) {
 
 }  // namespace
 
-int FlashForwardInit(AotExtra* extra) { return read_mask(extra); }
-
-// q, k, v, q_documents, k_documents, slopes, offsets -> out like q, lse (B,H,Sq) fp32. q, k, v: float32 or float16.
-int FlashForward(const AotArgs& args) {
-  const Problem p(args);
+int flash_forward(const Problem& p, const AotArgs& args) {
   const bool is_half = args.is(0, "float16");
   if (p.rows <= kDecodeRows) return is_half ? decode<half>(p, args) : decode<float>(p, args);
   return is_half ? run<half>(p, args) : run<float>(p, args);
 }
+
+int FlashForwardInit(AotExtra* extra) { return read_mask(extra); }
+
+// q, k, v, q_documents, k_documents, slopes, offsets -> out like q, lse (B,H,Sq) fp32. q, k, v: float32 or float16.
+int FlashForward(const AotArgs& args) { return flash_forward(Problem(args), args); }
 
 }  // namespace MLK_ISA
 

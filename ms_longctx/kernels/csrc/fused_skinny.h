@@ -9,38 +9,41 @@ namespace MLK_ISA {
 
 constexpr int kSkinnyRows = 8;  // rows of x that share one pass over the weight
 
-// y[i * ldy + j] for i < kM and the kN rows of w from w on.
-template <int kM, int kN, typename W>
+// y[i * ldy] for i < kM and one row of w. The row is read in order, as the prefetchers of the memory want it (several
+// rows at a time are slower: with a short k none of the streams gets long); the sums hide the latency of additions.
+template <int kM, typename W>
 MLK_INLINE void skinny_step(const float* x, const W* w, float* y, int64_t ldy, int64_t k) {
-  vfloat sum[kM][kN] = {};
+  constexpr int kSums = kM == 1 ? 4 : (kM <= 4 ? 2 : 1);
+  constexpr int64_t kAhead = 1024 / sizeof(W);
+  vfloat sum[kM][kSums] = {};
   int64_t p = 0;
-  for (; p + kWidth <= k; p += kWidth) {
-    vfloat wp[kN];
+  for (; p + kSums * kWidth <= k; p += kSums * kWidth) {
+    __builtin_prefetch(w + p + kAhead);
+#pragma GCC unroll 4
+    for (int s = 0; s < kSums; s++) {
+      const vfloat wp = load(w + p + s * kWidth);
 #pragma GCC unroll 8
-    for (int j = 0; j < kN; j++) wp[j] = load(w + j * k + p);
-#pragma GCC unroll 8
-    for (int i = 0; i < kM; i++) {
-      const vfloat xp = load(x + i * k + p);
-#pragma GCC unroll 8
-      for (int j = 0; j < kN; j++) sum[i][j] += xp * wp[j];
+      for (int i = 0; i < kM; i++) sum[i][s] += load(x + i * k + p + s * kWidth) * wp;
     }
   }
-  const int rest = static_cast<int>(k - p);
+  for (; p < k; p += kWidth) {
+    const int lanes = static_cast<int>(std::min<int64_t>(kWidth, k - p));
+    const vfloat wp = load_first(w + p, lanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kM; i++) sum[i][0] += load_first(x + i * k + p, lanes) * wp;
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < kM; i++) {
-    const vfloat xp = load_first(x + i * k + p, rest);
-#pragma GCC unroll 8
-    for (int j = 0; j < kN; j++) y[i * ldy + j] = hsum(sum[i][j] + xp * load_first(w + j * k + p, rest));
+    vfloat total = sum[i][0];
+    for (int s = 1; s < kSums; s++) total += sum[i][s];
+    y[i * ldy] = hsum(total);
   }
 }
 
 // Columns [begin, end) of y for kM rows of x.
 template <int kM, typename W>
 void skinny_columns(const float* x, const W* w, float* y, int64_t ldy, int64_t k, int64_t begin, int64_t end) {
-  constexpr int kN = kM <= 2 ? 4 : (kM <= 4 ? 2 : 1);
-  int64_t j = begin;
-  for (; j + kN <= end; j += kN) skinny_step<kM, kN>(x, w + j * k, y + j, ldy, k);
-  for (; j < end; j++) skinny_step<kM, 1>(x, w + j * k, y + j, ldy, k);
+  for (int64_t j = begin; j < end; j++) skinny_step<kM>(x, w + j * k, y + j, ldy, k);
 }
 
 // Columns [begin, end) of y (m, ldy) = x (m, k) w (., k)^T in the calling thread, for any m.
