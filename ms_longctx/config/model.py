@@ -126,9 +126,7 @@ class LlamaConfig:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)
         if heads % self.kv_heads:
-            raise MsLongctxError(
-                f"num_key_value_heads = {self.kv_heads} must divide num_attention_heads = {heads}"
-            )
+            raise MsLongctxError(f"num_key_value_heads = {self.kv_heads} must divide num_attention_heads = {heads}")
         if self.head_dim is None:
             if self.hidden_size % heads:
                 raise MsLongctxError(
@@ -137,17 +135,13 @@ class LlamaConfig:
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         if self.position_embedding == "rope" and self.head_size % 2:
-            raise MsLongctxError(
-                f"head_dim = {self.head_size} must be even: rotary embedding turns pairs of features"
-            )
+            raise MsLongctxError(f"head_dim = {self.head_size} must be even: rotary embedding turns pairs of features")
 
     def _fill_rope_scaling(self) -> None:
         if self.rope_scaling is None:
             return
         if self.position_embedding == "alibi":
-            raise MsLongctxError(
-                "rope_scaling has no effect with position_embedding = 'alibi'; remove one of them"
-            )
+            raise MsLongctxError("rope_scaling has no effect with position_embedding = 'alibi'; remove one of them")
         scaling = check_rope_scaling(self.rope_scaling, self.head_size)
         object.__setattr__(self, "rope_scaling", scaling)
 
@@ -196,9 +190,7 @@ def check_rope_scaling(scaling: dict[str, Any], head_dim: int) -> dict[str, Any]
     old_spelling = values.pop("type", None)
     kind = values.pop("rope_type", old_spelling)
     if old_spelling is not None and old_spelling != kind:
-        raise MsLongctxError(
-            f"rope_scaling.type = {old_spelling!r} contradicts rope_scaling.rope_type = {kind!r}"
-        )
+        raise MsLongctxError(f"rope_scaling.type = {old_spelling!r} contradicts rope_scaling.rope_type = {kind!r}")
     if not isinstance(kind, str) or kind not in ROPE_SCALING_KEYS:
         raise MsLongctxError(
             f"rope_scaling.rope_type = {kind!r} is unknown; expected one of {', '.join(ROPE_SCALING_KEYS)}"
