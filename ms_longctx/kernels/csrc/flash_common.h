@@ -120,6 +120,13 @@ struct RowBounds {
     high_min = std::min(high_min, keys.high), high_max = std::max(high_max, keys.high);
     document_min = std::min(document_min, document), document_max = std::max(document_max, document);
   }
+  void add(const RowBounds& other) {
+    low_min = std::min(low_min, other.low_min), low_max = std::max(low_max, other.low_max);
+    high_min = std::min(high_min, other.high_min), high_max = std::max(high_max, other.high_max);
+    document_min = std::min(document_min, other.document_min);
+    document_max = std::max(document_max, other.document_max);
+    has_blind |= other.has_blind;
+  }
 };
 
 // Keys [begin, end) and the range of their document ids.
@@ -191,16 +198,10 @@ MLK_INLINE void copy_row(const T* x, int64_t dim, float factor, float* out) {
   if (d < dim) store(out + d, load_first(x + d, static_cast<int>(dim - d)) * factor);
 }
 
-// out (count, stride) = rows times factor. Rows of one head are too far apart for the hardware's prefetching.
+// out (count, stride) = rows times factor.
 template <typename T>
 void copy_rows(const T* const* row, int64_t count, int64_t dim, float factor, float* out, int64_t stride) {
-  constexpr int64_t kAhead = 8, kLine = 64 / sizeof(T);
-  for (int64_t i = 0; i < count; i++) {
-    if (i + kAhead < count) {
-      for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row[i + kAhead] + d);
-    }
-    copy_row(row[i], dim, factor, out + i * stride);
-  }
+  for (int64_t i = 0; i < count; i++) copy_row(row[i], dim, factor, out + i * stride);
 }
 
 // row[i][j] <-> row[j][i] of a square of vectors, by exchanging ever larger sub-squares.

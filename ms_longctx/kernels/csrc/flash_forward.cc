@@ -2,15 +2,15 @@
 // Flash attention, forward (Dao et al. 2022, arXiv:2205.14135; online softmax in base 2).
 //
 // A panel holds kPanel query rows, one in each vector lane, with Q and the output transposed. Both products then read K
-// and V element by element (broadcast) and everything about a query is a vector: no horizontal sums, and K and V are
-// used as they lie in memory. Several panels share a block of keys, so that it is copied (and converted) once.
+// and V element by element (broadcast) and everything about a query is a vector: no horizontal sums, and K and V need
+// not be transposed. Several panels share a block of keys, so that it is copied (and converted) once.
 #include "flash_decode.h"
 
 namespace MLK_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;         // keys in a block
-constexpr int64_t kPanelsPerTask = 16;  // at most
+constexpr int64_t kTaskFloats = 1 << 17;  // for Q and the output in one task: half of a usual L2 cache
 
 // kPanel query rows and what has been summed up for them.
 struct Panel {
@@ -53,7 +53,9 @@ struct Scratch {
     }
   }
   int64_t stride;
-  Buffer keys, values, scores, lanes;
+  Buffer keys, values;  // (kBlock, stride)
+  Buffer scores;        // (kBlock, kPanel)
+  Buffer lanes;
   std::vector<Panel> panel;
 };
 
@@ -174,11 +176,10 @@ void finish_panel(const Problem& p, int64_t b, int64_t h, int64_t first_row, con
   store_transposed(panel.output, p.dim, inverse, row);
 }
 
+// The block's rows of K or V.
 template <typename T>
-void load_keys(const Problem& p, int64_t b, int64_t h, const KeyBounds& block, const T* x, float* out, int64_t stride) {
-  const T* row[kBlock];
-  for (int64_t j = block.begin; j < block.end; j++) row[j - block.begin] = x + p.k_offset(b, h, j);
-  copy_rows(row, block.end - block.begin, p.dim, 1.f, out, stride);
+void load_rows(const Problem& p, int64_t b, int64_t h, const KeyBounds& block, const T* x, float* out, int64_t stride) {
+  for (int64_t j = block.begin; j < block.end; j++, out += stride) copy_row(x + p.k_offset(b, h, j), p.dim, 1.f, out);
 }
 
 // All keys for the query rows of `count` panels.
@@ -187,17 +188,13 @@ void run_task(const Problem& p, int64_t b, int64_t h, int64_t first_panel, int64
               const std::vector<KeyBounds>& blocks, const AotArgs& args, Scratch& scratch) {
   RowBounds all;
   for (int64_t i = 0; i < count; i++) {
-    Panel& panel = scratch.panel[i];
-    start_panel(p, b, h, (first_panel + i) * kPanel, args.ptr<T>(0), panel);
-    all.low_min = std::min(all.low_min, panel.bounds.low_min);
-    all.high_max = std::max(all.high_max, panel.bounds.high_max);
-    all.document_min = std::min(all.document_min, panel.bounds.document_min);
-    all.document_max = std::max(all.document_max, panel.bounds.document_max);
+    start_panel(p, b, h, (first_panel + i) * kPanel, args.ptr<T>(0), scratch.panel[i]);
+    all.add(scratch.panel[i].bounds);
   }
   for (const KeyBounds& block : blocks) {
     if (disjoint(all, block)) continue;
-    load_keys(p, b, h, block, args.ptr<T>(1), scratch.keys.get(), scratch.stride);
-    load_keys(p, b, h, block, args.ptr<T>(2), scratch.values.get(), scratch.stride);
+    load_rows(p, b, h, block, args.ptr<T>(1), scratch.keys.get(), scratch.stride);
+    load_rows(p, b, h, block, args.ptr<T>(2), scratch.values.get(), scratch.stride);
     for (int64_t i = 0; i < count; i++) attend(p, b, scratch.panel[i], block, scratch);
   }
   for (int64_t i = 0; i < count; i++) {
@@ -210,15 +207,15 @@ int run(const Problem& p, const AotArgs& args) {
   const int64_t panels = (p.rows + kPanel - 1) / kPanel, pairs = p.batch * p.kv_heads;
   const std::vector<std::vector<KeyBounds>> blocks = key_blocks(p, kBlock);
   // The result does not depend on how panels are grouped, so the number of threads may decide it.
-  const int64_t wanted = pairs * panels / (4 * omp_get_max_threads());
-  const int64_t per_task = std::clamp<int64_t>(wanted, 1, kPanelsPerTask), tasks = (panels + per_task - 1) / per_task;
+  const int64_t wanted = pairs * panels / (4 * omp_get_max_threads()), fits = kTaskFloats / (2 * p.dim * kPanel);
+  const int64_t per_task = std::max<int64_t>(1, std::min(wanted, fits)), tasks = (panels + per_task - 1) / per_task;
 #pragma omp parallel
   {
     Scratch scratch(p, per_task);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < pairs * tasks; t++) {
-      // Under a causal mask the last rows see most: they go first.
-      const int64_t pair = t % pairs, first = (tasks - 1 - t / pairs) * per_task;
+      // Head by head, so that its keys and values stay in the cache. Under a causal mask the last rows see most: first.
+      const int64_t pair = t / tasks, first = (tasks - 1 - t % tasks) * per_task;
       run_task<T>(p, pair / p.kv_heads, pair % p.kv_heads, first, std::min(per_task, panels - first),
                   blocks[pair / p.kv_heads], args, scratch);
     }
