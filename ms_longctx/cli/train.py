@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -20,14 +21,15 @@ def add_parser(subparsers: Any) -> None:
     )
     add_config_options(parser)
     add_resume_option(parser)
-    parser.add_argument(
-        "--overwrite", action="store_true", help="delete the earlier run in the output directory"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="delete the earlier run in the output directory")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 at the end, 128 + signal number after Ctrl-C or SIGTERM (a checkpoint is saved then)."""
     config = load_run(args)
+    if not getattr(args, "debug", False):
+        # MindSpore's own warnings would tear the progress bar; its errors stay.
+        os.environ.setdefault("GLOG_v", "3")
     from ms_longctx.train.trainer import Trainer
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")

@@ -129,8 +129,7 @@ class CheckpointStore:
             return path
         if damaged:
             raise DamagedCheckpointError(
-                f"{self.directory}: none of the {len(damaged)} checkpoints is whole; "
-                "start again with --overwrite"
+                f"{self.directory}: none of the {len(damaged)} checkpoints is whole; start again with --overwrite"
             )
         return None
 

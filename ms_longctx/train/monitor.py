@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ms_longctx.train.metrics_log import MetricsLog, read_metrics
 
 LOSS_CURVE = "loss.png"
-_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {postfix}"
+_BAR = "train {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {desc}"
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class StepReport:
         loss: mean cross entropy of its supervised tokens in nats; ``None`` when it had none.
         lr: learning rate.
         grad_norm: global norm before clipping; ``None`` when nothing was computed or it is not finite.
-        tokens: token positions processed, padding included.
+        tokens: tokens processed, without padding.
         supervised_tokens: positions that count in the loss.
         seconds: wall time of the step.
         loss_scale: factor on the loss (1 unless fp16).
@@ -124,14 +124,14 @@ class Monitor:
         self._bar = _progress_bar(total_steps, resumed_step) if sys.stderr.isatty() else None
 
     def step(self, report: StepReport) -> None:
-        """Show a finished step; record it when it is a multiple of ``log_steps``, the last or skipped."""
+        """Show a finished step; record it when it is a multiple of ``log_steps``, first, last or skipped."""
         self.throughput.add(report.tokens, report.seconds)
-        due = report.step % self.log_steps == 0 or report.step == self.total_steps
+        due = report.step % self.log_steps == 0 or report.step in (1, self.total_steps)
         if due or report.skipped:
             self.log.write(self._record(report))
         text = self._describe(report)
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_description_str(text, refresh=False)
             self._bar.update()
         elif due or report.skipped:
             print(f"step {report.step}/{self.total_steps} {text}", flush=True)
@@ -196,9 +196,7 @@ class Monitor:
         try:
             plot_loss(read_metrics(self.log.path), path, title=self.output_dir.name)
         except ImportError:
-            logger.warning(
-                "matplotlib is not installed, so %s is not drawn; pip install 'ms_longctx[monitor]'", path
-            )
+            logger.warning("matplotlib is not installed, so %s is not drawn; pip install 'ms_longctx[monitor]'", path)
         except OSError as error:
             logger.warning("%s cannot be written (%s)", path, error.strerror)
 
@@ -209,7 +207,6 @@ def _progress_bar(total_steps: int, resumed_step: int) -> tqdm[Any]:
     return tqdm(
         total=total_steps,
         initial=resumed_step,
-        desc="train",
         bar_format=_BAR,
         dynamic_ncols=has_size,
         ncols=None if has_size else 100,

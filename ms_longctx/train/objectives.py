@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step minimises: the cross entropy of the next token, over whole texts or answers only."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from mindspore import Tensor, nn
 
 IGNORE_INDEX = -100
+Batch = Mapping[str, np.ndarray]
 
 
 class NextToken(nn.Cell):
@@ -27,12 +30,17 @@ class NextToken(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
 
-    def construct(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor
-    ) -> Tensor:
+    def construct(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         return self.model.loss_sum(input_ids, labels, position_ids, document_ids)[0]
 
 
-def count_supervised(labels: np.ndarray) -> int:
-    """Positions that count in the loss."""
-    return int(np.count_nonzero(labels != IGNORE_INDEX))
+def count_supervised(batch: Batch) -> int:
+    """Positions of a batch that count in the loss."""
+    return int(np.count_nonzero(batch["labels"] != IGNORE_INDEX))
+
+
+def count_tokens(batch: Batch) -> int:
+    """Positions of a batch that are not padding."""
+    if "document_ids" not in batch:
+        return int(batch["input_ids"].size)
+    return int(np.count_nonzero(batch["document_ids"] >= 0))

@@ -82,8 +82,7 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
                 warnings.append(f"{change}: the run goes on, but not as it would have without a break")
     if refused:
         raise MsLongctxError(
-            f"cannot resume: {'; '.join(refused)}. Set the old value, or start a new run with another "
-            "train.output_dir"
+            f"cannot resume: {'; '.join(refused)}. Set the old value, or start a new run with another train.output_dir"
         )
     for warning in warnings:
         logger.warning("resume: %s", warning)

@@ -53,8 +53,7 @@ class RunDirectory:
         except OSError as error:
             os.close(self._lock)
             raise MsLongctxError(
-                f"train.output_dir: another process is training in {path}; wait for it, or take another "
-                "directory"
+                f"train.output_dir: another process is training in {path}; wait for it, or take another directory"
             ) from error
         self.store = CheckpointStore(path / CHECKPOINTS, keep)
         try:
@@ -113,9 +112,7 @@ class RunDirectory:
 def _checkpoint_at(path: Path) -> Path:
     """The checkpoint that a path means, verified."""
     if not path.is_dir():
-        raise MsLongctxError(
-            f"train.resume: {path} does not exist; expected 'latest' or the directory of a checkpoint"
-        )
+        raise MsLongctxError(f"train.resume: {path} does not exist; expected 'latest' or the directory of a checkpoint")
     if not (path / MANIFEST).is_file() and (path / CHECKPOINTS).is_dir():
         found = CheckpointStore(path / CHECKPOINTS).newest()
         if found is not None:

@@ -88,9 +88,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return values
 
 
-def restore_state(
-    checkpoint: Path, values: dict[str, Any], optimizer: AdamW, loss_scale: DynamicLossScale
-) -> Progress:
+def restore_state(checkpoint: Path, values: dict[str, Any], optimizer: AdamW, loss_scale: DynamicLossScale) -> Progress:
     """Put the contents of a checkpoint back, and say how far it was.
 
     Args:

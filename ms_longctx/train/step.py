@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step as compiled graphs: forward, backward, accumulation, clipping and update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -10,10 +10,9 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.adamw import AdamW
-from ms_longctx.train.objectives import count_supervised
+from ms_longctx.train.objectives import Batch, count_supervised
 from ms_longctx.tuning.dropout import KeyedDropout
 
-Batch = Mapping[str, np.ndarray]
 COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
 
 
@@ -24,14 +23,12 @@ class StepResult:
     Args:
         loss: mean over the supervised tokens of all micro batches, in nats; 0 when there are none.
         supervised_tokens: how many there were.
-        tokens: positions processed, padding included.
         grad_norm: global norm of the gradient before clipping.
         finite: false when a gradient was infinite or NaN; nothing was changed then.
     """
 
     loss: float
     supervised_tokens: int
-    tokens: int
     grad_norm: float
     finite: bool
 
@@ -80,7 +77,7 @@ class TrainStep:
         """
         if len(batches) != self.accumulation_steps:
             raise ValueError(f"a step takes {self.accumulation_steps} micro batches, not {len(batches)}")
-        supervised = sum(count_supervised(batch["labels"]) for batch in batches)
+        supervised = sum(count_supervised(batch) for batch in batches)
         # Each token's loss enters with this weight: sums over micro batches are the scaled mean already.
         weight = _scalar(loss_scale / max(supervised, 1))
         rate, unscale = _scalar(learning_rate), _scalar(1.0 / loss_scale)
@@ -97,7 +94,6 @@ class TrainStep:
         return StepResult(
             loss=total / max(supervised, 1),
             supervised_tokens=supervised,
-            tokens=sum(int(batch["input_ids"].size) for batch in batches),
             grad_norm=float(norm.asnumpy()),
             finite=bool(finite.asnumpy()),
         )
@@ -121,7 +117,7 @@ class EvalStep:
 
     def __call__(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and number of supervised tokens of one batch."""
-        return float(self._forward(*_tensors(batch)).asnumpy()), count_supervised(batch["labels"])
+        return float(self._forward(*_tensors(batch)).asnumpy()), count_supervised(batch)
 
 
 class _Forward(nn.Cell):

@@ -32,11 +32,11 @@ from ms_longctx.train.checkpoint import write_text
 from ms_longctx.train.flops import flops_per_token, peak_flops
 from ms_longctx.train.interrupt import StopRequest
 from ms_longctx.train.monitor import Monitor, StepReport, Throughput
-from ms_longctx.train.objectives import NextToken, count_supervised
+from ms_longctx.train.objectives import Batch, NextToken, count_supervised, count_tokens
 from ms_longctx.train.resume import check_changes, check_data
 from ms_longctx.train.rundir import CONFIG_FILE, RunDirectory
 from ms_longctx.train.state import Progress, read_state, restore_state, save_state
-from ms_longctx.train.step import Batch, EvalStep, StepResult, TrainStep
+from ms_longctx.train.step import EvalStep, StepResult, TrainStep
 from ms_longctx.train.stream import MicroBatches, describe_set, open_evaluation_set, open_training_set
 from ms_longctx.tuning import count_parameters, save_adapter
 
@@ -81,9 +81,7 @@ class Trainer:
         self.device = select_device(run.train.device_target)
         check_dtype(run.train.dtype, self.device)
         section = run.train
-        self.directory = RunDirectory(
-            Path(section.output_dir), section.keep_checkpoints, section.resume, overwrite
-        )
+        self.directory = RunDirectory(Path(section.output_dir), section.keep_checkpoints, section.resume, overwrite)
         try:
             self._build()
         except BaseException:
@@ -174,7 +172,7 @@ class Trainer:
         scale, rate = self.loss_scale.scale, self.schedule(self.progress.step)
         start = time.perf_counter()
         result = None
-        if any(count_supervised(batch["labels"]) for batch in batches):
+        if any(count_supervised(batch) for batch in batches):
             result = self._train_step(batches, rate, scale, self.progress.step)
         self.progress.step += 1
         report = _report(self.progress.step, result, batches, rate, scale, time.perf_counter() - start)
@@ -237,7 +235,7 @@ def _report(
         loss=result.loss if result is not None and np.isfinite(result.loss) else None,
         lr=rate,
         grad_norm=result.grad_norm if done and result is not None else None,
-        tokens=sum(int(batch["input_ids"].size) for batch in batches),
+        tokens=sum(count_tokens(batch) for batch in batches),
         supervised_tokens=0 if result is None else result.supervised_tokens,
         seconds=seconds,
         loss_scale=scale,

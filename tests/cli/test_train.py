@@ -37,9 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--overwite"], "did you mean '--overwrite'"),
     ],
 )
-def test_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], expected: str
-) -> None:
+def test_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], expected: str) -> None:
     assert expected in refused(capsys, *arguments, "--output_dir", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -58,9 +56,7 @@ def test_help_is_fast() -> None:
         "except SystemExit: pass\n"
         "assert not {'mindspore', 'matplotlib', 'torch'} & set(sys.modules), 'heavy imports'"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == 0, done.stderr
     assert "--overwrite" in done.stdout and "--resume" in done.stdout
 

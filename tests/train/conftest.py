@@ -25,9 +25,7 @@ def make_set() -> Callable[..., Path]:
     layout the first third is the prompt. ``masked`` samples have no supervised token.
     """
 
-    def make(
-        path: Path, samples: int = 23, layout: str = "lm", seed: int = 0, masked: tuple[int, ...] = ()
-    ) -> Path:
+    def make(path: Path, samples: int = 23, layout: str = "lm", seed: int = 0, masked: tuple[int, ...] = ()) -> Path:
         rng = np.random.default_rng(seed)
         rows = [_sample(rng, layout, index in masked) for index in range(samples)]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ def test_fresh_log_is_empty(tmp_path: Path) -> None:
 def test_record_fields(tmp_path: Path) -> None:
     run_monitor(tmp_path, 1, 10, log_steps=4)
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [4, 8, 10]
+    assert [record["step"] for record in records] == [1, 4, 8, 10]
     last = records[-1]
     assert last["loss"] == pytest.approx(2.0) and last["lr"] == 1e-4 and last["supervised_tokens"] == 1000
     assert last["tokens_per_second"] == pytest.approx(2048 / 0.5)
@@ -181,9 +181,7 @@ def test_smoothing_is_exact_on_a_constant() -> None:
     assert smooth([2.5] * 7) == pytest.approx([2.5] * 7)
 
 
-@pytest.mark.parametrize(
-    "package, note", [("tensorboard", "no TensorBoard events"), ("matplotlib", "not drawn")]
-)
+@pytest.mark.parametrize("package, note", [("tensorboard", "no TensorBoard events"), ("matplotlib", "not drawn")])
 def test_without_optional_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, package: str, note: str
 ) -> None:
@@ -223,10 +221,10 @@ def test_pipe_gets_a_line_every_log_step(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     lines = done.stdout.splitlines()
-    assert [line.split()[1] for line in lines[:3]] == ["2/6", "4/6", "6/6"]
+    assert [line.split()[1] for line in lines[:4]] == ["1/6", "2/6", "4/6", "6/6"]
     for part in ("loss 0.7500", "lr 1.00e-04", "4,096 tok/s", "MFU 4.1%", "mem ", "ETA 0:00:01"):
-        assert part in lines[1], (part, lines[1])
-    assert lines[3] == "step 6: evaluation loss 1.2500 over 5,000 tokens"
+        assert part in lines[2], (part, lines[2])
+    assert lines[4] == "step 6: evaluation loss 1.2500 over 5,000 tokens"
     assert "\r" not in done.stdout + done.stderr
 
 
@@ -252,8 +250,6 @@ def test_terminal_gets_one_bar(tmp_path: Path, size: tuple[int, int]) -> None:
     os.close(ours)
     text = shown.getvalue().decode()
     final = text.rstrip().split("\r")[-1]
-    assert (
-        "100%" in final and "6/6" in final and "loss 0.5000" in final and "tok/s" in final and "MFU" in final
-    )
+    assert "100%" in final and "6/6" in final and "loss 0.5000" in final and "tok/s" in final and "MFU" in final
     assert "evaluation loss 1.2500" in text
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 2
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1

@@ -43,9 +43,7 @@ KILLED_WHILE_WRITING = textwrap.dedent(
 )
 
 
-def start(
-    arguments: list[str], program: list[str] | None = None, **environment: str
-) -> subprocess.Popen[str]:
+def start(arguments: list[str], program: list[str] | None = None, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *(program or [str(SCRIPT)]), *arguments],
         stdout=subprocess.PIPE,

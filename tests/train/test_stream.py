@@ -18,9 +18,7 @@ from ms_longctx.train.stream import MicroBatches
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_any_position_continues(
-    make_set: Callable[..., Path], tmp_path: Path, shuffle: bool, drop_last: bool
-) -> None:
+def test_any_position_continues(make_set: Callable[..., Path], tmp_path: Path, shuffle: bool, drop_last: bool) -> None:
     """Reference: the stream that was not interrupted, over three epochs of 7 samples in batches of 2."""
     data = DataConfig(
         path=str(make_set(tmp_path / "a.mindrecord", samples=7)),

@@ -64,9 +64,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 def same_checkpoint(first: Path, second: Path) -> None:
     """Weights, moments, position, loss scale and random state are equal bit for bit."""
     names = sorted(path.relative_to(first).as_posix() for path in first.rglob("*.safetensors"))
-    assert names and names == sorted(
-        path.relative_to(second).as_posix() for path in second.rglob("*.safetensors")
-    )
+    assert names and names == sorted(path.relative_to(second).as_posix() for path in second.rglob("*.safetensors"))
     for name in names:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     states = [json.loads((path / "trainer" / "state.json").read_text()) for path in (first, second)]
@@ -159,9 +157,7 @@ def test_adapter_checkpoint_loads_in_peft(sft_set: Path, tmp_path: Path, argumen
 
 
 def test_evaluation_every_few_steps(lm_set: Path, tmp_path: Path, arguments: Arguments) -> None:
-    output = train(
-        arguments(lm_set, tmp_path / "run", data__eval_path=lm_set, train__eval_steps=2, train__max_steps=5)
-    )
+    output = train(arguments(lm_set, tmp_path / "run", data__eval_path=lm_set, train__eval_steps=2, train__max_steps=5))
     evaluations = [record for record in records(output) if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [2, 4, 5]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
@@ -208,9 +204,7 @@ def test_damaged_checkpoint(
     kept = shutil.copytree(output / "checkpoints" / "step-00000006", tmp_path / "kept")
     shard = output / "checkpoints" / "step-00000006" / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(
-        DamagedCheckpointError, match=r"step-00000006/model\.safetensors: truncated or changed"
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"step-00000006/model\.safetensors: truncated or changed"):
         make_trainer([*run, f"--train.resume={shard.parent}"])
     train([*run, "--train.resume=auto"])
     assert "falling back to the checkpoint before it" in caplog.text
@@ -278,9 +272,7 @@ def test_resume_from_another_directory_and_from_nothing(
     same_checkpoint(first / "checkpoints" / "step-00000004", second / "checkpoints" / "step-00000004")
 
 
-def test_full_disk(
-    lm_set: Path, tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(lm_set: Path, tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     run = arguments(lm_set, tmp_path / "run", train__save_steps=2, train__max_steps=4)
     trainer = make_trainer(run)
     save = trainer._save
@@ -292,9 +284,7 @@ def test_full_disk(
         return path
 
     trainer._save = fill_disk_after_first  # type: ignore[method-assign]
-    with pytest.raises(
-        MsLongctxError, match="checkpoint of step 4: no space left.*older checkpoints are untouched"
-    ):
+    with pytest.raises(MsLongctxError, match="checkpoint of step 4: no space left.*older checkpoints are untouched"):
         trainer.train()
     assert trainer.directory.store.newest() == trainer.directory.store.path(2)
 
@@ -308,9 +298,7 @@ def test_refusals(lm_set: Path, sft_set: Path, tmp_path: Path, arguments: Argume
 
     refused("prepared with layout 'sft' and this run needs 'lm'", data=sft_set)
     refused("fewer samples than train.batch_size = 24", train__batch_size=24)
-    refused(
-        "bf16 cannot be used on CPU: MindSpore has no bf16", train__dtype="bf16", train__device_target="auto"
-    )
+    refused("bf16 cannot be used on CPU: MindSpore has no bf16", train__dtype="bf16", train__device_target="auto")
     refused("tokenizer of 131 tokens, the model has only 130", model__vocab_size=130, train__max_steps=1)
     refused(r"samples of up to \d+ tokens", data__seq_length=20, train__max_steps=1)
     assert not (output / "checkpoints").exists()
