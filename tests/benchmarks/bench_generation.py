@@ -5,7 +5,8 @@
 
 A Llama of 15 million parameters (hidden 288, 6 layers, 6 heads, vocabulary 32000, tied), fp32, random weights, the
 same on both sides. Each side is a process of its own; they work in turn, a prompt or a block of tokens at a time, so
-that both see the same machine. Medians of the prompts or blocks count; the first of each side is left out.
+that both see the same machine. Medians of the prompts or blocks count; the first of each side is left out. ``equal``
+is the number of tokens that both sides chose alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from bench_training import cpu_name
+from machine import cpu_name
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 32  # tokens a side decodes before the other one's turn

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from bench_training import cpu_name
+from machine import cpu_name
 
 LONG, SHORT, PAIRS = 32_768, 256, 200
 LONG_OF_ROUGE_SCORE = 2_048
