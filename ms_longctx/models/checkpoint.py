@@ -142,9 +142,7 @@ def _check_shapes(wanted: dict[str, tuple[int, ...]], source: TensorSource) -> N
         raise MsLongctxError(
             f"{source.path}: unexpected tensor {_listed(extra)}; the configuration has no place for it"
         )
-    if wrong := [
-        f"{name} {found[name]} (expected {shape})" for name, shape in wanted.items() if found[name] != shape
-    ]:
+    if wrong := [f"{name} {found[name]} (expected {shape})" for name, shape in wanted.items() if found[name] != shape]:
         raise MsLongctxError(f"{source.path}: wrong shape of {_listed(wrong)}; check the configuration")
 
 

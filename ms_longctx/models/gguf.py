@@ -55,9 +55,7 @@ class GgufCheckpoint:
                 factors[tensor.name] = np.array(tensor.data, np.float64)
             else:
                 self._tensors[_hugging_face_name(path, tensor.name)] = tensor
-        metadata = {
-            name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.t")
-        }
+        metadata = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.t")}
         try:
             values = _Metadata(path, metadata).config_values(factors, self.shapes())
             self.config = LlamaConfig.from_dict({**values, **overrides})
@@ -99,9 +97,7 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise MsLongctxError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise MsLongctxError(
-            f"{path}: not a complete GGUF file ({error}); copy or download it again"
-        ) from error
+        raise MsLongctxError(f"{path}: not a complete GGUF file ({error}); copy or download it again") from error
     size = path.stat().st_size
     for tensor in reader.tensors:
         if tensor.data_offset + tensor.n_bytes > size:
@@ -136,15 +132,11 @@ class _Metadata:
             raise MsLongctxError(f"{self.path}: metadata key {key} is missing")
         return value
 
-    def config_values(
-        self, factors: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]]
-    ) -> dict[str, Any]:
+    def config_values(self, factors: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         """Fields of a :class:`LlamaConfig`."""
         architecture = self.need("general.architecture")
         if architecture != "llama":
-            raise MsLongctxError(
-                f"{self.path}: architecture {architecture!r} is not supported; expected 'llama'"
-            )
+            raise MsLongctxError(f"{self.path}: architecture {architecture!r} is not supported; expected 'llama'")
         if self.get("llama.expert_count"):
             raise MsLongctxError(f"{self.path}: mixture-of-experts models are not supported")
         heads = self.need("llama.attention.head_count")
@@ -152,9 +144,7 @@ class _Metadata:
         head_dim = self.get("llama.attention.key_length", hidden // heads)
         rotated = self.get("llama.rope.dimension_count", head_dim)
         if rotated != head_dim:
-            raise MsLongctxError(
-                f"{self.path}: only {rotated} of {head_dim} features are rotated; not supported"
-            )
+            raise MsLongctxError(f"{self.path}: only {rotated} of {head_dim} features are rotated; not supported")
         return {
             "vocab_size": shapes.get("model.embed_tokens.weight", (self.get("llama.vocab_size"),))[0],
             "hidden_size": hidden,
@@ -196,9 +186,7 @@ class _Metadata:
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
 
 
-def _longrope(
-    short: list[float], long: list[float], attention: float | None, original: int | None
-) -> dict[str, Any]:
+def _longrope(short: list[float], long: list[float], attention: float | None, original: int | None) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
         "short_factor": short,

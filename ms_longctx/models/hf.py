@@ -73,9 +73,7 @@ def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
     if not index.is_file():
-        raise MsLongctxError(
-            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; convert the weights to safetensors"
-        )
+        raise MsLongctxError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; convert the weights to safetensors")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise MsLongctxError(f"{index}: has no weight_map")

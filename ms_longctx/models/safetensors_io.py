@@ -67,9 +67,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise MsLongctxError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MsLongctxError(
-            f"{path}: not a complete safetensors file ({error}); copy or download it again"
-        ) from error
+        raise MsLongctxError(f"{path}: not a complete safetensors file ({error}); copy or download it again") from error
     return tensors
 
 
@@ -90,9 +88,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * _NUMPY_TYPES[dtype].itemsize
 
 
-def write_file(
-    path: Path, dtype: str, shapes: dict[str, tuple[int, ...]], arrays: Iterable[np.ndarray]
-) -> None:
+def write_file(path: Path, dtype: str, shapes: dict[str, tuple[int, ...]], arrays: Iterable[np.ndarray]) -> None:
     """Write a file whose tensors all have one type, taking ``arrays`` one by one in the order of ``shapes``.
 
     Arrays of BF16 are their bits as uint16.

@@ -47,9 +47,7 @@ class KVCache(nn.Cell):
             self.write = make_cache_append()
         self.scatter = ops.ScatterNdUpdate()
 
-    def append(
-        self, layer: int, keys: Tensor, values: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def append(self, layer: int, keys: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write ``(B, C, kv_heads, head_dim)`` where ``offsets`` (int32, two elements) begin.
 
         Returns:

@@ -22,14 +22,10 @@ from tests.models.reference import SCALINGS
 HEAD_DIM = 10
 
 
-def both_configs(
-    scaling: dict[str, Any] | None, **fields: Any
-) -> tuple[LlamaConfig, transformers.LlamaConfig]:
+def both_configs(scaling: dict[str, Any] | None, **fields: Any) -> tuple[LlamaConfig, transformers.LlamaConfig]:
     values = {"hidden_size": 50, "num_attention_heads": 5, "max_position_embeddings": 128, **fields}
     theirs = dict(scaling) if scaling else None
-    return LlamaConfig(rope_scaling=scaling, **values), transformers.LlamaConfig(
-        rope_scaling=theirs, **values
-    )
+    return LlamaConfig(rope_scaling=scaling, **values), transformers.LlamaConfig(rope_scaling=theirs, **values)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
