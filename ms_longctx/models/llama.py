@@ -236,12 +236,7 @@ class LlamaForCausalLM(nn.Cell):
         """Sum of the token losses in nats and the number of tokens with a target, both fp32 scalars."""
         hidden = self.model(input_ids, position_ids, document_ids)
         rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
-        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)), self.head_is_frozen)
-
-    @property
-    def head_is_frozen(self) -> bool:
-        """Whether the output head does not train; read when a graph is compiled."""
-        return not self.lm_head.weight.requires_grad
+        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)))
 
     def forward_cached(
         self,

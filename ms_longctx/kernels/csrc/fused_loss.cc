@@ -85,8 +85,8 @@ struct Loss {
         for (int64_t r = 0; r < m; r++) {
           losses[first + r] = loss_row(logits.get() + r * vocab, vocab, labels[index[r]]);
         }
-        if (grad_hidden == nullptr) continue;
-        if (grad_weight != nullptr) weight_gradient(rows.get(), m, logits.get(), first > 0);
+        if (grad_weight == nullptr) continue;
+        weight_gradient(rows.get(), m, logits.get(), first > 0);
         hidden_gradient(index, m, logits.get(), grads.get(), scratch.get());
       }
     }
@@ -176,10 +176,8 @@ int read_chunk(AotExtra* extra) {
 int FusedLinearCrossEntropy(const AotArgs& a) { return run(a, nullptr, nullptr); }
 int FusedLinearCrossEntropyInit(AotExtra* extra) { return read_chunk(extra); }
 
-// -> loss sum, count, gradient of the sum for hidden (N, h) and, if it has a place, for weight (V, h), fp32
-int FusedLinearCrossEntropyGrad(const AotArgs& a) {
-  return run(a, a.ptr<float>(5), a.count > 6 ? a.ptr<float>(6) : nullptr);
-}
+// -> loss sum, count, gradient of the sum for hidden (N, h) and weight (V, h), fp32
+int FusedLinearCrossEntropyGrad(const AotArgs& a) { return run(a, a.ptr<float>(5), a.ptr<float>(6)); }
 int FusedLinearCrossEntropyGradInit(AotExtra* extra) { return read_chunk(extra); }
 
 }  // namespace MLK_ISA
