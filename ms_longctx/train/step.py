@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -126,7 +127,7 @@ class _Forward(nn.Cell):
         self.objective = objective
 
     @ms.jit
-    def construct(self, input_ids, labels, position_ids, document_ids):
+    def construct(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor) -> Any:
         return self.objective(input_ids, labels, position_ids, document_ids)
 
 
@@ -137,7 +138,9 @@ class _WeightedLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.objective = objective
 
-    def construct(self, input_ids, labels, position_ids, document_ids, weight):
+    def construct(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor, weight: Tensor
+    ) -> Any:
         total = self.objective(input_ids, labels, position_ids, document_ids)
         return total * weight, total
 
@@ -149,7 +152,16 @@ class _WholeStep(nn.Cell):
         self.optimizer = optimizer
 
     @ms.jit
-    def construct(self, input_ids, labels, position_ids, document_ids, weight, rate, unscale):
+    def construct(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        weight: Tensor,
+        rate: Tensor,
+        unscale: Tensor,
+    ) -> Any:
         (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
         norm, finite = self.optimizer(grads, rate, unscale)
         return total, norm, finite
@@ -162,7 +174,9 @@ class _AccumulateStep(nn.Cell):
         self.sums = parameters.clone(prefix="gradient", init="zeros")
 
     @ms.jit
-    def construct(self, input_ids, labels, position_ids, document_ids, weight):
+    def construct(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor, weight: Tensor
+    ) -> Any:
         (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
         for i in range(len(grads)):
             total = ops.depend(total, ops.assign_add(self.sums[i], grads[i]))
@@ -178,7 +192,7 @@ class _ApplyStep(nn.Cell):
         self.optimizer = optimizer
 
     @ms.jit
-    def construct(self, rate, unscale):
+    def construct(self, rate: Tensor, unscale: Tensor) -> Any:
         norm, finite = self.optimizer(self.sums, rate, unscale)
         for i in range(len(self.sums)):
             zeros = ops.depend(ops.zeros_like(self.sums[i]), norm)

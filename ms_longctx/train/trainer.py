@@ -156,7 +156,7 @@ class Trainer:
         section, progress = self.run.train, self.progress
         batches = iter(self._batches)
         while progress.step < self.total_steps and not stop.requested:
-            step_batches = [next(batches) for _ in range(section.gradient_accumulation_steps)]
+            step_batches: list[Batch] = [next(batches) for _ in range(section.gradient_accumulation_steps)]
             self._step(step_batches)
             # Evaluated before saved: a checkpoint means that everything up to its step is in the log.
             if self.run.data.eval_path is not None and self._is_due(section.eval_steps):
