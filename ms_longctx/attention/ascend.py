@@ -47,11 +47,8 @@ class AscendFlashAttention(nn.Cell):
         self.scale = scale
         self.packed = spec.documents or spec.chunk is not None
         self.triangle = Tensor(np.triu(np.ones((COMPRESSED, COMPRESSED), np.uint8), 1))
-        if self.packed and (spec.window is not None or spec.alibi or not spec.causal):
-            raise MsLongctxError(
-                "attention on Ascend: documents and chunks go with a causal mask only, without window or ALiBi "
-                f"(FlashAttentionScore, layout TND); got {spec}"
-            )
+        # Refused when it is used, not here: a model has such a mask at hand even if its rows are not packed.
+        self.unsupported = self.packed and (spec.window is not None or spec.alibi or not spec.causal)
 
     def construct(
         self,
@@ -67,6 +64,7 @@ class AscendFlashAttention(nn.Cell):
         if offsets.shape[-1] > 1:
             return self._over_cache(q, k, v, q_documents, k_documents, alibi_slopes, offsets)
         if self.packed:
+            _check_packed(self.unsupported)
             return self._packed(q, k, v, q_documents)
         mode, mask, before, after = 0, None, _UNLIMITED, _UNLIMITED
         if self.spec.window is not None:
@@ -157,6 +155,15 @@ class AscendFlashAttention(nn.Cell):
 def _log_sum_exp(top: Tensor, total: Tensor) -> Any:
     """(B, H, S) from the operator's maximum and sum, each (B, H, S, 8) with eight equal numbers."""
     return ops.stop_gradient(top[..., 0] + ops.log(total[..., 0]))
+
+
+@ms.constexpr
+def _check_packed(unsupported: bool) -> None:
+    if unsupported:
+        raise MsLongctxError(
+            "attention on Ascend: documents and chunks go with a causal mask only, without window or ALiBi "
+            "(FlashAttentionScore, layout TND)"
+        )
 
 
 @ms.constexpr
