@@ -53,7 +53,7 @@ class Plan:
     new_tokens: int
 
 
-SHORT = Plan(seq_length=4096, answer_length=512, steps=8, accumulation=1, summaries=6, new_tokens=160)
+SHORT = Plan(seq_length=4096, answer_length=512, steps=10, accumulation=1, summaries=6, new_tokens=160)
 FULL = Plan(seq_length=8192, answer_length=512, steps=129, accumulation=2, summaries=16, new_tokens=256)
 
 
@@ -85,7 +85,7 @@ def quickstart(folder: Path, plan: Plan) -> Path:
         *("train", "--config", "smollm2-135m", "--model.pretrained", model, "--data_path", train),
         *("--data.seq_length", plan.seq_length, "--train.max_steps", plan.steps, "--train.epochs", 10),
         *("--train.gradient_accumulation_steps", plan.accumulation, "--train.log_steps", 1),
-        *("--train.save_steps", 10, "--train.recompute", "true", "--output_dir", results.training),
+        *("--train.save_steps", 4, "--output_dir", results.training),
     )
     begun = (results.training / "checkpoints" / "latest").exists()
     runner.run(f"fine-tune with LoRA for {plan.steps} steps", *training, extra=["--resume"] if begun else [])
