@@ -23,7 +23,9 @@ def operator(
         name: its C symbol.
         out_shape, out_dtype: functions from the shapes (dtypes) of all inputs to those of the results.
         bprop: gradient ``(*inputs, out, dout) -> gradients``; a ``def``, because graph mode parses it.
-        attributes: numbers the operator reads once, when it is set up.
+        attributes: numbers the operator reads once, when it is set up. Operators of one symbol that differ in
+            ``bprop`` must differ here too: PyNative finds the gradient by symbol and attributes, and would use
+            the first one's for all.
     """
     custom = ops.Custom(f"{kernels.library_path()}:{name}", out_shape, out_dtype, "aot", bprop)
     for key, value in attributes.items():

@@ -22,7 +22,9 @@ def has_gemm() -> bool:
     return kernels.available() and bool(ctypes.CDLL(str(kernels.library_path())).ms_longctx_has_gemm())
 
 
-def make_linear_cross_entropy(chunk_tokens: int, gradient_in_forward: bool = True) -> Callable:
+def make_linear_cross_entropy(
+    chunk_tokens: int, gradient_in_forward: bool = True, weight_gradient: bool = True
+) -> Callable:
     """``loss(hidden, weight, labels) -> (loss_sum, n_valid)``; needs :func:`has_gemm`.
 
     - ``hidden``: ``(N, h)`` fp32 or fp16; ``weight``: ``(V, h)`` fp32 or fp16; logits are fp32;
@@ -36,20 +38,27 @@ def make_linear_cross_entropy(chunk_tokens: int, gradient_in_forward: bool = Tru
         chunk_tokens: rows at a time.
         gradient_in_forward: compute the gradients together with the loss (for training: three matrix
             products). Otherwise the loss alone, and a backward pass, should there be one, does it all (four).
+        weight_gradient: whether the weight trains; if not, its gradient is 0 and costs no product.
     """
+    grad_count = 2 if weight_gradient else 1
 
     def with_gradients() -> ops.Custom:
         return operator(
             "FusedLinearCrossEntropyGrad",
-            lambda x, w, t: ([1], [1], x, w),
-            lambda x, w, t: (ms.float32, ms.float32, ms.float32, ms.float32),
+            lambda x, w, t: ([1], [1], x, w)[: 2 + grad_count],
+            lambda x, w, t: (ms.float32,) * (2 + grad_count),
             scaled_bprop,
             chunk_tokens=int(chunk_tokens),
+            weight_gradient=weight_gradient,
         )
 
     def scaled_bprop(hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensors, dout: Tensors) -> Tensors:
         grad_hidden = ops.cast(out[2] * dout[0], hidden.dtype)
-        return grad_hidden, ops.cast(out[3] * dout[0], weight.dtype), ops.zeros_like(labels)
+        if weight_gradient:
+            grad_weight = ops.cast(out[3] * dout[0], weight.dtype)
+        else:
+            grad_weight = ops.zeros_like(weight)
+        return grad_hidden, grad_weight, ops.zeros_like(labels)
 
     gradients = with_gradients()
 
@@ -64,6 +73,7 @@ def make_linear_cross_entropy(chunk_tokens: int, gradient_in_forward: bool = Tru
         lambda x, w, t: (ms.float32, ms.float32),
         recomputing_bprop,
         chunk_tokens=int(chunk_tokens),
+        weight_gradient=weight_gradient,
     )
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:

@@ -213,6 +213,8 @@ class LlamaForCausalLM(nn.Cell):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.loss = LinearCrossEntropy()
+        # construct may not ask a Parameter whether it trains; this runs in Python whenever a graph is compiled.
+        self._frozen = ms.constexpr(lambda: self.head_is_frozen, reuse_result=False)
 
     def construct(
         self,
@@ -236,7 +238,12 @@ class LlamaForCausalLM(nn.Cell):
         """Sum of the token losses in nats and the number of tokens with a target, both fp32 scalars."""
         hidden = self.model(input_ids, position_ids, document_ids)
         rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
-        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)))
+        return self.loss(rows, self.lm_head.weight, ops.reshape(labels, (-1,)), self._frozen())
+
+    @property
+    def head_is_frozen(self) -> bool:
+        """Whether the output head does not train."""
+        return not self.lm_head.weight.requires_grad
 
     def forward_cached(
         self,

@@ -47,7 +47,7 @@ class Step(nn.Cell):
 
 
 def train(model: nn.Cell, batches: list, dropout_seed: int = 0) -> list[float]:
-    step, losses = Step(model), []
+    step, losses = Step(model.set_train()), []
     for count, (ids, labels) in enumerate(batches):
         draw_dropout(model, dropout_seed, count)
         loss, _, finite = step(Tensor(ids), Tensor(labels), Tensor(RATE, ms.float32), Tensor(1.0, ms.float32))
@@ -115,9 +115,7 @@ def test_recompute_trains_every_adapter(make_pair: Any, prepared: str, fused: bo
     assert train(ours, batches) == losses
     for name, param in ours.parameters_and_names():
         assert (param.asnumpy() != start[name]).any() == ("lora_" in name), name
-    for (name, param), (_, expected) in zip(
-        ours.parameters_and_names(), plain.parameters_and_names(), strict=True
-    ):
+    for (name, param), (_, expected) in zip(ours.parameters_and_names(), plain.parameters_and_names(), strict=True):
         np.testing.assert_array_equal(param.asnumpy(), expected.asnumpy(), err_msg=name)
 
 

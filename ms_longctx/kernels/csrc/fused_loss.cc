@@ -18,6 +18,7 @@ constexpr int kNoGemm = 32, kBadLabel = 33;
 
 struct LossAttributes {
   int64_t chunk_tokens;
+  bool weight_gradient;
 };
 
 using Buffer = std::unique_ptr<float[]>;
@@ -85,8 +86,8 @@ struct Loss {
         for (int64_t r = 0; r < m; r++) {
           losses[first + r] = loss_row(logits.get() + r * vocab, vocab, labels[index[r]]);
         }
-        if (grad_weight == nullptr) continue;
-        weight_gradient(rows.get(), m, logits.get(), first > 0);
+        if (grad_hidden == nullptr) continue;
+        if (grad_weight != nullptr) weight_gradient(rows.get(), m, logits.get(), first > 0);
         hidden_gradient(index, m, logits.get(), grads.get(), scratch.get());
       }
     }
@@ -167,7 +168,8 @@ int run(const AotArgs& a, float* grad_hidden, float* grad_weight) {
 }
 
 int read_chunk(AotExtra* extra) {
-  return keep_attributes(extra, LossAttributes{extra->GetAttrInt("chunk_tokens")});
+  return keep_attributes(extra,
+                         LossAttributes{extra->GetAttrInt("chunk_tokens"), extra->GetAttrBool("weight_gradient")});
 }
 
 }  // namespace
@@ -176,8 +178,10 @@ int read_chunk(AotExtra* extra) {
 int FusedLinearCrossEntropy(const AotArgs& a) { return run(a, nullptr, nullptr); }
 int FusedLinearCrossEntropyInit(AotExtra* extra) { return read_chunk(extra); }
 
-// -> loss sum, count, gradient of the sum for hidden (N, h) and weight (V, h), fp32
-int FusedLinearCrossEntropyGrad(const AotArgs& a) { return run(a, a.ptr<float>(5), a.ptr<float>(6)); }
+// -> loss sum, count, gradient of the sum for hidden (N, h) and, if weight_gradient, for weight (V, h), fp32
+int FusedLinearCrossEntropyGrad(const AotArgs& a) {
+  return run(a, a.ptr<float>(5), attributes<LossAttributes>(a).weight_gradient ? a.ptr<float>(6) : nullptr);
+}
 int FusedLinearCrossEntropyGradInit(AotExtra* extra) { return read_chunk(extra); }
 
 }  // namespace MLK_ISA
