@@ -12,7 +12,7 @@ from ms_longctx.kernels.fused_elementwise import (
     make_rotary,
     make_swiglu,
 )
-from ms_longctx.kernels.fused_linear import MAX_ROWS, make_skinny_linear
+from ms_longctx.kernels.fused_linear import MAX_ROWS, make_linear, make_skinny_linear
 from ms_longctx.kernels.fused_loss import has_gemm, make_linear_cross_entropy
 from ms_longctx.kernels.fused_state import make_adamw, make_cache_append, make_global_norm
 
@@ -23,6 +23,7 @@ __all__ = [
     "make_add_rms_norm",
     "make_cache_append",
     "make_global_norm",
+    "make_linear",
     "make_linear_cross_entropy",
     "make_rms_norm",
     "make_rotary",

@@ -47,16 +47,21 @@ class Linear(nn.Cell):
         self.matmul = ops.MatMul(transpose_b=True)
         self.skinny: Callable | None = None
         self.skinny_rows = 0
+        self.product: Callable | None = None
         if choose(implementation) == "cpu_kernel":
-            from ms_longctx.kernels.fused import MAX_ROWS, make_skinny_linear
+            from ms_longctx.kernels.fused import MAX_ROWS, has_gemm, make_linear, make_skinny_linear
 
             self.skinny = make_skinny_linear()
             self.skinny_rows = MAX_ROWS
+            if has_gemm() and dtype == ms.float32:
+                self.product = make_linear()
 
     def construct(self, x: Tensor) -> Tensor:
         rows = ops.reshape(x, (-1, self.in_features))
         if self.skinny is not None and rows.shape[0] <= self.skinny_rows:
             y = self.skinny(rows, self.weight)
+        elif self.product is not None and x.dtype == ms.float32:
+            y = self.product(rows, self.weight)
         else:
             y = self.matmul(rows, ops.cast(self.weight, x.dtype))
         if self.bias is not None:

@@ -22,7 +22,7 @@ ARTICLES = Path(__file__).parents[2] / "run_scripts" / "data" / "plos_articles_h
 
 @pytest.mark.slow
 def test_real_weights_and_text(smollm2_gguf: Path) -> None:
-    """Weights bit by bit, logits within 2e-4, every gradient within 1e-3 relative.
+    """Weights bit by bit, logits within 1e-4, every gradient within 1e-3 relative.
 
     Logits reach 30 and the residual stream 2e4 here: transformers' own eager and sdpa attention differ by 1.0e-4
     in fp32 on such a text, and either by up to 0.9e-4 from float64. Small models are held to 1e-4 elsewhere.
@@ -37,7 +37,7 @@ def test_real_weights_and_text(smollm2_gguf: Path) -> None:
         text = " ".join(str(value) for value in json.loads(next(lines)).values())
     tokens = np.array([load_tokenizer(smollm2_gguf).encode(text)[:78]], np.int32)
     ids, labels = tokens[:, :-1], tokens[:, 1:]
-    np.testing.assert_allclose(model(Tensor(ids)).asnumpy(), torch_logits(reference, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(model(Tensor(ids)).asnumpy(), torch_logits(reference, ids), rtol=0, atol=1e-4)
     expected_loss, expected_gradients = torch_gradients(reference, ids, labels)
     loss, gradients = our_gradients(model, ids, labels)
     assert loss == pytest.approx(expected_loss, rel=1e-5)

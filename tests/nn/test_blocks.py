@@ -98,8 +98,10 @@ def test_swiglu(mode, rng, implementation, dtype, shape):
 @each
 @both_types
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 8, 31])
+@pytest.mark.parametrize("rows", [1, 3, 8, 31, 600])
 def test_linear(mode, rng, implementation, dtype, bias, rows):
+    if rows == 600 and dtype == np.float16 and bias:
+        pytest.skip("MindSpore sums the bias gradient in fp16")
     x, g = draw(rng, rows, 1, 35, dtype=dtype), draw(rng, rows, 1, 101)
     linear = Linear(35, 101, bias, std=0.1, implementation=implementation)
     params = [p.asnumpy() for p in linear.get_parameters()]

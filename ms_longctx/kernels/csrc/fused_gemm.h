@@ -10,3 +10,5 @@ using SgemmFunction = int (*)(char transa, char transb, int64_t m, int64_t n, in
                               int64_t lda, const float* b, int64_t ldb, float beta, float* c, int64_t ldc);
 
 SgemmFunction mlk_sgemm();  // fused_gemm.cc: null where there is no such library
+
+constexpr int kNoGemm = 32;  // result of an operator that needs it

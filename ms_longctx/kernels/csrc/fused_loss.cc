@@ -14,7 +14,7 @@ namespace {
 
 constexpr int32_t kIgnore = -100;
 constexpr int64_t kTile = 1024;  // rows of the weight a thread takes at a time
-constexpr int kNoGemm = 32, kBadLabel = 33;
+constexpr int kBadLabel = 33;
 
 struct LossAttributes {
   int64_t chunk_tokens;
