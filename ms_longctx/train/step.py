@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step as compiled graphs: forward, backward, accumulation, clipping and update."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,10 @@ class TrainStep:
         """
         if len(batches) != self.accumulation_steps:
             raise ValueError(f"a step takes {self.accumulation_steps} micro batches, not {len(batches)}")
+        with graph_mode():
+            return self._run(batches, learning_rate, loss_scale, step)
+
+    def _run(self, batches: Sequence[Batch], learning_rate: float, loss_scale: float, step: int) -> StepResult:
         supervised = sum(count_supervised(batch) for batch in batches)
         # Each token's loss enters with this weight: sums over micro batches are the scaled mean already.
         weight = _scalar(loss_scale / max(supervised, 1))
@@ -106,6 +111,17 @@ class TrainStep:
             self._dropout_key.copy_(Tensor(int(drawn[0]), ms.int32))
 
 
+@contextmanager
+def graph_mode() -> Iterator[None]:
+    """Graph mode for a while: in PyNative mode the wait for a graph keeps a core busy that the kernels need."""
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        yield
+    finally:
+        ms.set_context(mode=before)
+
+
 class EvalStep:
     """Loss of batches without training.
 
@@ -118,7 +134,8 @@ class EvalStep:
 
     def __call__(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and number of supervised tokens of one batch."""
-        return float(self._forward(*_tensors(batch)).asnumpy()), count_supervised(batch)
+        with graph_mode():
+            return float(self._forward(*_tensors(batch)).asnumpy()), count_supervised(batch)
 
 
 class _Forward(nn.Cell):

@@ -28,17 +28,16 @@ def batches(vocab: int, batch: int, length: int) -> Callable[[], np.ndarray]:
 
 
 def ours(model_dir: Path, lora: bool) -> Step:
-    """A step of ms_longctx. In graph mode: PyNative, waiting for a graph, keeps a core busy that kernels need."""
-    import mindspore as ms
-
+    """A step of ms_longctx, set up as the trainer does it."""
     from ms_longctx import LoraConfig, get_pe_model
+    from ms_longctx.device import select_device
     from ms_longctx.models.llama import LlamaForCausalLM
     from ms_longctx.optim.adamw import AdamW
     from ms_longctx.optim.groups import decay_groups
     from ms_longctx.train.objectives import NextToken
     from ms_longctx.train.step import TrainStep
 
-    ms.set_context(mode=ms.GRAPH_MODE)
+    select_device("CPU")
     model = LlamaForCausalLM.from_pretrained(str(model_dir))
     if lora:
         get_pe_model(model, LoraConfig(**LORA))
