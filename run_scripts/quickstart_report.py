@@ -153,6 +153,4 @@ def _example(results: Results) -> str:
         "before": before["prediction"],
         "after": after["prediction"],
     }
-    return "".join(
-        f"<p><b>{name}</b></p><blockquote>{html.escape(text)}</blockquote>" for name, text in parts.items()
-    )
+    return "".join(f"<p><b>{name}</b></p><blockquote>{html.escape(text)}</blockquote>" for name, text in parts.items())

@@ -20,6 +20,7 @@ for asset in (assets.SMOLLM2_135M, assets.MISTRAL_SENTENCEPIECE):
 
 failed=()
 step "ruff" "$VENV/bin/ruff" check . || failed+=(ruff)
+step "ruff format" "$VENV/bin/ruff" format --check . || failed+=(format)
 step "mypy" "$VENV/bin/mypy" ms_longctx mindrecord_tools || failed+=(mypy)
 step "pytest" "$PY" -m pytest "${selection[@]}" "$@" || failed+=(pytest)
 

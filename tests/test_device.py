@@ -37,9 +37,7 @@ print(json.dumps(answers))
 
 def run_python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120
-    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
 
 
 def test_this_machine_without_accelerator() -> None:
@@ -48,9 +46,7 @@ def test_this_machine_without_accelerator() -> None:
     result = run_python(REAL_RUN)
     assert result.returncode == 0 and result.stderr == ""  # MindSpore's own warnings are held back
     answers = json.loads(result.stdout)
-    assert answers["GPU"].startswith(
-        "error: device_target GPU cannot be used: the GPU plugin of MindSpore 2."
-    )
+    assert answers["GPU"].startswith("error: device_target GPU cannot be used: the GPU plugin of MindSpore 2.")
     assert "CUDA 11.1 and 11.6" in answers["GPU"]
     assert answers["Ascend"].startswith("error: device_target Ascend cannot be used: CANN is not installed")
     assert "libge_runner.so" in answers["Ascend"]
@@ -66,9 +62,7 @@ def test_selection_after_the_first_operator() -> None:
 
 
 def test_unknown_target() -> None:
-    with pytest.raises(
-        DeviceError, match="^device_target 'TPU' is unknown; expected one of auto, Ascend, GPU, CPU$"
-    ):
+    with pytest.raises(DeviceError, match="^device_target 'TPU' is unknown; expected one of auto, Ascend, GPU, CPU$"):
         select_device("TPU")
 
 

@@ -67,9 +67,7 @@ class CpuFlashAttention(nn.Cell):
             out: tuple[Tensor, Tensor],
             dout: tuple[Tensor, Tensor],
         ) -> tuple[Tensor, ...]:
-            dq, dk, dv = backward(
-                q, k, v, q_documents, k_documents, slopes, offsets, out[0], out[1], dout[0], dout[1]
-            )
+            dq, dk, dv = backward(q, k, v, q_documents, k_documents, slopes, offsets, out[0], out[1], dout[0], dout[1])
             return (
                 dq, dk, dv, ops.zeros_like(q_documents), ops.zeros_like(k_documents), ops.zeros_like(slopes),
                 ops.zeros_like(offsets),

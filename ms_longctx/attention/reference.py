@@ -12,9 +12,7 @@ from ms_longctx.attention.mask import MaskSpec
 _HIDDEN = -3.0e38  # a finite stand-in for -infinity keeps gradients of unseen keys at 0 instead of NaN
 
 
-def visible(
-    spec: MaskSpec, q_position: Tensor, k_position: Tensor, q_documents: Tensor, k_documents: Tensor
-) -> Tensor:
+def visible(spec: MaskSpec, q_position: Tensor, k_position: Tensor, q_documents: Tensor, k_documents: Tensor) -> Tensor:
     """The mask, dense.
 
     Args:

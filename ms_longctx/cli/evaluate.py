@@ -37,18 +37,12 @@ def add_parser(subparsers: Any) -> None:
     )
     add_model_options(parser)
     work = parser.add_argument_group("evaluation")
-    work.add_argument(
-        "--data_path", required=True, metavar="FILE", help="name.mindrecord, .jsonl or .jsonl.gz"
-    )
+    work.add_argument("--data_path", required=True, metavar="FILE", help="name.mindrecord, .jsonl or .jsonl.gz")
     work.add_argument("--output_dir", required=True, metavar="DIR", help="predictions.jsonl and report.json")
-    work.add_argument(
-        "--metrics", nargs="+", choices=("perplexity", "rouge"), default=["perplexity", "rouge"]
-    )
+    work.add_argument("--metrics", nargs="+", choices=("perplexity", "rouge"), default=["perplexity", "rouge"])
     work.add_argument("--max_samples", type=int, metavar="N", help="the first N samples only")
     work.add_argument("--batch_size", type=int, default=1, metavar="N", help="answers written side by side")
-    work.add_argument(
-        "--overwrite", action="store_true", help="delete an earlier evaluation in the directory"
-    )
+    work.add_argument("--overwrite", action="store_true", help="delete an earlier evaluation in the directory")
     add_generation_options(parser)
     evaluation = {name: f"evaluate.{name}" for name in _EVALUATE_KEYS}
     parser.take_defaults_from_config({**ANSWER_KEYS, "data_path": "data.eval_path", **evaluation})
@@ -63,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise MsLongctxError("--max_samples and --batch_size should be 1 or more")
     source, output = Path(args.data_path), Path(args.output_dir)
     if not source.exists():
-        raise MsLongctxError(
-            f"--data_path {source} does not exist; expected name.mindrecord, .jsonl or .jsonl.gz"
-        )
+        raise MsLongctxError(f"--data_path {source} does not exist; expected name.mindrecord, .jsonl or .jsonl.gz")
 
     from ms_longctx.generation.evaluate import Evaluation
     from ms_longctx.generation.loading import load_model, load_text_tokenizer, newest_checkpoint
@@ -93,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(
-    source: Path, output: Path, tokenizer: Path, limit: int, answer: int, chat_template: str | None
-) -> Path:
+def _prepared(source: Path, output: Path, tokenizer: Path, limit: int, answer: int, chat_template: str | None) -> Path:
     """JSON lines as a set of prompts that leave room for ``answer`` tokens in the model's context."""
     from ms_longctx.data.convert import Settings
     from ms_longctx.data.prepare import prepare

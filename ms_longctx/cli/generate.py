@@ -59,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate and return the exit code."""
     settings = generation_settings(args)
     if bool(args.input) != bool(args.output):
-        raise MsLongctxError(
-            "--input and --output belong together: a file of prompts and one for the answers"
-        )
+        raise MsLongctxError("--input and --output belong together: a file of prompts and one for the answers")
     if args.batch_size < 1:
         raise MsLongctxError("--batch_size should be 1 or more")
     requests = _read_requests(Path(args.input)) if args.input else [{"prompt": _read_prompt(args)}]
@@ -102,9 +100,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
         try:
             return Path(args.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise MsLongctxError(
-                f"--prompt_file {args.prompt_file}: cannot be read as UTF-8 text: {error}"
-            ) from error
+            raise MsLongctxError(f"--prompt_file {args.prompt_file}: cannot be read as UTF-8 text: {error}") from error
     if sys.stdin.isatty():
         raise MsLongctxError("no prompt: give --prompt, --prompt_file, --input, or text on standard input")
     return sys.stdin.read().removesuffix("\n")

@@ -101,9 +101,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Give a verb the options that choose and change a run; read them with :func:`load_run`."""
     parser.add_argument("--config", metavar="NAME_OR_FILE", help="preset name or YAML file")
     parser.set_defaults(overrides=[])
-    parser.epilog = (
-        "Any key of the configuration can be set with '--section.key value': --train.max_steps 100."
-    )
+    parser.epilog = "Any key of the configuration can be set with '--section.key value': --train.max_steps 100."
     parser.add_argument("--parallel_config", metavar="FILE", help='strategy file, e.g. {"dp": 1, "mp": 1}')
     parser.add_argument("--data_path", metavar="PATH", help="same as --data.path")
     parser.add_argument(
@@ -162,9 +160,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     for name in GenerationConfig.__dataclass_fields__:
         default = getattr(defaults, name)
         if name == "do_sample":
-            group.add_argument(
-                "--do_sample", action="store_const", const="true", help="draw, not the likeliest"
-            )
+            group.add_argument("--do_sample", action="store_const", const="true", help="draw, not the likeliest")
         elif name == "stop":
             group.add_argument("--stop", nargs="+", metavar="TEXT", help="strings that end the answer")
         else:

@@ -38,9 +38,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .jsonl.gz or globs"
-    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .jsonl.gz or globs")
     parser.add_argument("--output", required=True, metavar="FILE", help="name.mindrecord")
     keys = {name: f"data.{name}" for name in _DATA_KEYS}
     parser.take_defaults_from_config({"output": "data.path", **keys})
@@ -66,12 +64,8 @@ def add_parser(subparsers: Any) -> None:
     rows.add_argument("--chat_template", metavar="JINJA_OR_FILE", help="in place of the tokenizer's own")
     rows.add_argument("--strict", action="store_true", help="stop at the first row that cannot be used")
     samples = parser.add_argument_group("samples")
-    samples.add_argument(
-        "--layout", default="sft", metavar="NAME", help="sft (default) learns answers, lm all"
-    )
-    samples.add_argument(
-        "--seq_length", type=int, required=True, metavar="N", help="tokens of a sample at most"
-    )
+    samples.add_argument("--layout", default="sft", metavar="NAME", help="sft (default) learns answers, lm all")
+    samples.add_argument("--seq_length", type=int, required=True, metavar="N", help="tokens of a sample at most")
     samples.add_argument("--prompt_length", type=int, metavar="N", help="of them for the prompt (sft)")
     samples.add_argument("--answer_length", type=int, metavar="N", help="of them for the last answer (sft)")
     samples.add_argument("--min_tokens", type=int, default=2, metavar="N", help="leave shorter samples out")
@@ -81,17 +75,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="WHERE",
         help="where too long a source text is cut: right (default), left, middle; delete drops the row",
     )
-    samples.add_argument(
-        "--eval_ratio", type=float, default=0.0, metavar="R", help="share for name.eval.mindrecord"
-    )
-    samples.add_argument(
-        "--split_seed", type=int, default=0, metavar="N", help="another seed divides otherwise"
-    )
+    samples.add_argument("--eval_ratio", type=float, default=0.0, metavar="R", help="share for name.eval.mindrecord")
+    samples.add_argument("--split_seed", type=int, default=0, metavar="N", help="another seed divides otherwise")
     work = parser.add_argument_group("work")
     work.add_argument("--num_workers", type=int, metavar="N", help="processes (default: one a core)")
-    work.add_argument(
-        "--shard_mb", type=int, default=128, metavar="N", help="megabytes of tokens in one file"
-    )
+    work.add_argument("--shard_mb", type=int, default=128, metavar="N", help="megabytes of tokens in one file")
     work.add_argument("--overwrite", action="store_true", help="replace a set that is there")
 
 

@@ -26,9 +26,7 @@ def _ring(entry: Entry) -> Entry:
 
 def _sequence_parallel(entry: Entry) -> Entry:
     if entry.value is True:
-        raise entry.error(
-            "true is refused: it splits the sequence over mp, and several devices are not built yet"
-        )
+        raise entry.error("true is refused: it splits the sequence over mp, and several devices are not built yet")
     return replace(entry, value=1) if entry.value is None or entry.value is False else entry
 
 
@@ -44,9 +42,7 @@ def _resume(entry: Entry) -> Entry:
 
 def _dtype(entry: Entry) -> Entry:
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-    return (
-        replace(entry, value=short.get(entry.value, entry.value)) if isinstance(entry.value, str) else entry
-    )
+    return replace(entry, value=short.get(entry.value, entry.value)) if isinstance(entry.value, str) else entry
 
 
 def _lower(entry: Entry) -> Entry:

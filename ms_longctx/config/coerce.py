@@ -35,9 +35,7 @@ def coerce(entry: Entry, annotation: Any) -> Any:
         return _convert(entry.value, annotation)
     except _Mismatch:
         expected = " or ".join(_expected(annotation))
-        raise entry.error(
-            f"expected {expected}, found {describe(entry.value)}{_hint(entry, annotation)}"
-        ) from None
+        raise entry.error(f"expected {expected}, found {describe(entry.value)}{_hint(entry, annotation)}") from None
 
 
 class _Mismatch(Exception):

@@ -52,10 +52,7 @@ def load_config(
 
 def override_keys(overrides: Iterable[str]) -> dict[str, str]:
     """Canonical name (``section.key``) of each override -> the option as the user wrote it."""
-    entries = [
-        (canonical(entry.name.removeprefix("--"), entry)[0], entry.name)
-        for entry in read_overrides(overrides)
-    ]
+    entries = [(canonical(entry.name.removeprefix("--"), entry)[0], entry.name) for entry in read_overrides(overrides)]
     return {".".join(key.split(".")[:2]): name for key, name in entries}
 
 

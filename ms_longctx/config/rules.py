@@ -160,9 +160,7 @@ def _check_training(run: RunConfig, fail: Fail) -> None:
             f"{train.loss_scale_min:g} is above loss_scale_init = {train.loss_scale_init:g}",
         )
     if train.dtype == "bf16" and train.device_target in ("CPU", "GPU"):
-        raise fail(
-            "train.dtype", f"bf16 needs Ascend and device_target is {train.device_target}; use fp32 or fp16"
-        )
+        raise fail("train.dtype", f"bf16 needs Ascend and device_target is {train.device_target}; use fp32 or fp16")
     if train.eval_steps is not None and run.data.eval_path is None:
         raise fail("train.eval_steps", "there is nothing to evaluate on: data.eval_path is not given")
 

@@ -73,9 +73,7 @@ def read_sections(path: Path) -> list[Entry]:
             else:
                 pairs = [(key.value, key, content)]
             entries += [
-                Entry(
-                    loader.construct_object(value, deep=True), str(name), f"{path}:{at.start_mark.line + 1}"
-                )
+                Entry(loader.construct_object(value, deep=True), str(name), f"{path}:{at.start_mark.line + 1}")
                 for name, at, value in pairs
             ]
     return entries
@@ -91,9 +89,7 @@ def read_overrides(arguments: Iterable[str]) -> list[Entry]:
     remaining = iter(arguments)
     for argument in remaining:
         if not argument.startswith("--") or len(argument) == 2:
-            raise ConfigError(
-                f"command line: unexpected argument {argument!r}; overrides are '--section.key value'"
-            )
+            raise ConfigError(f"command line: unexpected argument {argument!r}; overrides are '--section.key value'")
         name, equals, text = argument[2:].partition("=")
         if not equals:
             following = next(remaining, None)

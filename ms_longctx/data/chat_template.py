@@ -53,9 +53,7 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja: {error}; correct it or give another"
             ) from error
 
-    def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
-    ) -> str:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """Return the text of ``messages``; ``variables`` (``tools``, ``documents``...) reach the template.
 
         Raises:
@@ -63,9 +61,7 @@ class ChatTemplate:
         """
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **values
-            )
+            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
             raise MsLongctxError(f"the chat template refused messages with roles {roles}: {error}") from error
@@ -99,9 +95,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own ``tojson`` escapes HTML characters; templates for models want plain JSON."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

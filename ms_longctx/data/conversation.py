@@ -33,9 +33,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        ends = (
-            tokenizer.special_ids if tokenizer.eos_id is None else tokenizer.special_ids | {tokenizer.eos_id}
-        )
+        ends = tokenizer.special_ids if tokenizer.eos_id is None else tokenizer.special_ids | {tokenizer.eos_id}
         texts = {tokenizer.token_text(index) for index in ends} - {""}
         longest_first = sorted(texts, key=len, reverse=True)
         self._end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -89,8 +87,6 @@ class Renderer:
         add_generation_prompt: bool = False,
     ) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt, tools=conversation.tools
-            )
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt, tools=conversation.tools)
         except MsLongctxError as error:
             raise RowError("template", str(error)) from error

@@ -112,9 +112,7 @@ def _samples(path: str | Path, manifest: Manifest, order: RankOrder, workers: in
     return parts[0] if len(parts) == 1 else parts[0].concat(parts[1])
 
 
-def _check(
-    path: str | Path, manifest: Manifest, seq_len: int, vocab_size: int | None, tokenizer: str | None
-) -> None:
+def _check(path: str | Path, manifest: Manifest, seq_len: int, vocab_size: int | None, tokenizer: str | None) -> None:
     if manifest.longest > seq_len:
         raise MsLongctxError(
             f"{path} holds samples of up to {manifest.longest} tokens (prepared for seq_length "

@@ -221,9 +221,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     """A checked copy of one message with its content as plain text."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         found = _keys(message) if isinstance(message, dict) else _kind(message)
-        raise RowError(
-            "bad_value", f"message {index + 1} should have a role out of {', '.join(_ROLES)}; found {found}"
-        )
+        raise RowError("bad_value", f"message {index + 1} should have a role out of {', '.join(_ROLES)}; found {found}")
     result = {key: value for key, value in message.items() if key not in ("loss", "loss_scale")}
     result["content"] = _content(message.get("content"), index)
     if message["role"] == "assistant":
@@ -236,9 +234,7 @@ def _content(content: Any, index: int) -> str:
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        raise RowError(
-            "bad_value", f"content of message {index + 1} should be a text, found {_kind(content)}"
-        )
+        raise RowError("bad_value", f"content of message {index + 1} should be a text, found {_kind(content)}")
     return content
 
 
@@ -247,9 +243,7 @@ def _loss(message: dict[str, Any], index: int) -> bool:
     if value is None:
         return True
     if value not in (0, 1):
-        raise RowError(
-            "bad_value", f"loss of message {index + 1} should be true, false, 0 or 1, found {value!r}"
-        )
+        raise RowError("bad_value", f"loss of message {index + 1} should be true, false, 0 or 1, found {value!r}")
     return bool(value)
 
 

@@ -31,9 +31,7 @@ class ModelDirectory:
     chat_template: str | None = None
     added_tokens: dict[str, int] = field(default_factory=dict)
 
-    def settings(
-        self, token_to_id: Callable[[str], int | None], default: TokenizerSettings
-    ) -> TokenizerSettings:
+    def settings(self, token_to_id: Callable[[str], int | None], default: TokenizerSettings) -> TokenizerSettings:
         """Combine with what the vocabulary knows (``default``)."""
 
         def find(name: str, fallback: int | None) -> int | None:
@@ -71,9 +69,7 @@ def read_model_directory(folder: Path) -> ModelDirectory:
         },
         adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
         chat_template=_chat_template(folder, config),
-        added_tokens={
-            entry["content"]: int(index) for index, entry in config.get("added_tokens_decoder", {}).items()
-        },
+        added_tokens={entry["content"]: int(index) for index, entry in config.get("added_tokens_decoder", {}).items()},
     )
 
 

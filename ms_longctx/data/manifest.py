@@ -123,9 +123,7 @@ def load_manifest(path: str | Path) -> Manifest:
         shards = tuple(Shard(**shard) for shard in content.pop("shards"))
         manifest = Manifest(shards=shards, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MsLongctxError(
-            f"{file} is not a manifest of ms-longctx prepare ({error}); prepare again"
-        ) from error
+        raise MsLongctxError(f"{file} is not a manifest of ms-longctx prepare ({error}); prepare again") from error
     for shard in manifest.shards:
         _check_shard(path.parent, shard)
     return manifest
@@ -178,9 +176,7 @@ def _check_shard(folder: Path, shard: Shard) -> None:
             raise MsLongctxError(f"{file} is missing: the set needs {kind}beside its manifest; copy it there")
         found = file.stat().st_size
         if found != size:
-            raise MsLongctxError(
-                f"{file} has {found} bytes, expected {size}: truncated or replaced; prepare it again"
-            )
+            raise MsLongctxError(f"{file} has {found} bytes, expected {size}: truncated or replaced; prepare it again")
     if not _names_itself(folder / shard.name):
         raise MsLongctxError(
             f"{folder / shard.name} is damaged, or was written under another name (MindSpore cannot read "

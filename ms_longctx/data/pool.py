@@ -19,9 +19,7 @@ from ms_longctx.data.source import Chunk
 from ms_longctx.errors import MsLongctxError
 
 
-def convert_chunks(
-    settings: Settings, chunks: Iterable[Chunk], workers: int
-) -> Iterator[tuple[int, Converted]]:
+def convert_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[int, Converted]]:
     """Yield (bytes of input, samples) of each chunk, in order.
 
     Args:
@@ -35,9 +33,7 @@ def convert_chunks(
     if workers == 1:
         yield from ((chunk.file_bytes, convert(settings, chunk)) for chunk in chunks)
         return
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # MindSpore's and the tokenizer's threads do not survive a fork
+    context = multiprocessing.get_context("spawn")  # MindSpore's and the tokenizer's threads do not survive a fork
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker)
     running: deque[tuple[int, Future[Converted]]] = deque()
     try:

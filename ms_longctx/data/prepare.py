@@ -153,9 +153,7 @@ def _publish(
         if not tally.samples[split]:
             summary, problems = tally.summary(), "; ".join(tally.problems[:3])
             work.remove()
-            raise MsLongctxError(
-                f"no sample for the {split} set: {summary}{f'. {problems}' if problems else ''}"
-            )
+            raise MsLongctxError(f"no sample for the {split} set: {summary}{f'. {problems}' if problems else ''}")
     work.publish()
     for split, output in outputs.items():
         write_manifest(
@@ -182,9 +180,7 @@ def _outputs(output: Path, eval_ratio: float) -> dict[str, Path]:
         raise MsLongctxError(f"output {output} should be a file name that ends in {SUFFIX}")
     bad = sorted(set(output.name) & set(_FORBIDDEN_IN_NAMES))
     if bad:
-        raise MsLongctxError(
-            f"output name {output.name} contains {' '.join(bad)}, which MindSpore does not accept"
-        )
+        raise MsLongctxError(f"output name {output.name} contains {' '.join(bad)}, which MindSpore does not accept")
     outputs = {"train": output}
     return outputs | {"eval": output.with_name(f"{output.stem}.eval{SUFFIX}")} if eval_ratio else outputs
 
@@ -203,9 +199,7 @@ def _with_format(settings: Settings, files: list[Path]) -> Settings:
                 return replace(settings, format=detect_format(row, dict(settings.fields)))
             except RowError as error:
                 raise MsLongctxError(f"{chunk.file}:{number}: {error}") from error
-    raise MsLongctxError(
-        f"no line of {', '.join(map(str, files))} is JSON; expected one JSON object on each line"
-    )
+    raise MsLongctxError(f"no line of {', '.join(map(str, files))} is JSON; expected one JSON object on each line")
 
 
 def _digest(settings: Settings, tokenizer: Tokenizer, files: list[Path]) -> str:
@@ -229,12 +223,9 @@ def _already_there(outputs: dict[str, Path], source: str) -> bool:
             raise MsLongctxError(f"{error}; --overwrite replaces it") from error
         if not same:
             raise MsLongctxError(
-                f"{output} was prepared with other settings or inputs; replace it with --overwrite, "
-                "or use another name"
+                f"{output} was prepared with other settings or inputs; replace it with --overwrite, or use another name"
             )
     foreign = [output for output in outputs.values() if output.exists() and not found]
     if foreign and not work_directory(outputs["train"]).is_dir():
-        raise MsLongctxError(
-            f"{foreign[0]} exists and was not made by this tool; remove it or use another name"
-        )
+        raise MsLongctxError(f"{foreign[0]} exists and was not made by this tool; remove it or use another name")
     return len(found) == len(outputs)

@@ -30,9 +30,7 @@ def picture_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.lengths.png")
 
 
-def write_report(
-    outputs: Mapping[str, Path], files: Sequence[Path], settings: Settings, tally: Tally
-) -> None:
+def write_report(outputs: Mapping[str, Path], files: Sequence[Path], settings: Settings, tally: Tally) -> None:
     """Write the report and the picture beside the training set."""
     output = outputs["train"]
     content = tally.to_json()
@@ -87,9 +85,7 @@ def draw_lengths(path: Path, tally: Tally, seq_length: int) -> None:
     axes.axvline(seq_length, color="#30638e", linestyle="--", linewidth=1, label=f"seq_length {seq_length}")
     axes.set_xlabel("tokens")
     axes.set_ylabel("count")
-    axes.set_title(
-        f"Lengths, {tally.tokens['written']:,} tokens stored, {tally.rows['shortened']} rows shortened"
-    )
+    axes.set_title(f"Lengths, {tally.tokens['written']:,} tokens stored, {tally.rows['shortened']} rows shortened")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     part = path.with_name(path.name + ".part")

@@ -50,14 +50,10 @@ class Lengths:
             raise MsLongctxError(f"truncation {self.truncation!r}; expected one of {', '.join(TRUNCATIONS)}")
         if self.seq_length < 2 or self.min_tokens < 2 or self.min_tokens > self.seq_length:
             raise MsLongctxError(
-                f"seq_length {self.seq_length} and min_tokens {self.min_tokens}: "
-                "expected 2 <= min_tokens <= seq_length"
+                f"seq_length {self.seq_length} and min_tokens {self.min_tokens}: expected 2 <= min_tokens <= seq_length"
             )
         parts = (self.prompt_length, self.answer_length)
-        if (
-            min(part for part in (*parts, 1) if part is not None) < 1
-            or sum(filter(None, parts)) > self.seq_length
-        ):
+        if min(part for part in (*parts, 1) if part is not None) < 1 or sum(filter(None, parts)) > self.seq_length:
             raise MsLongctxError(
                 f"prompt_length {self.prompt_length} and answer_length {self.answer_length} should be "
                 f"positive and together at most seq_length {self.seq_length}"
@@ -152,9 +148,7 @@ class SampleBuilder:
         if self._lengths.truncation == "delete":
             raise RowError("too_long", f"the {part} has {length} tokens, {room} fit")
 
-    def _fit_prompt(
-        self, record: Conversation, segments: list[Segment], encoded: list[np.ndarray], bos: int
-    ) -> int:
+    def _fit_prompt(self, record: Conversation, segments: list[Segment], encoded: list[np.ndarray], bos: int) -> int:
         """Take from the source text what is too much and return how many tokens that was."""
         length = bos + sum(map(len, encoded[:-1]))
         room = self._lengths.seq_length - len(encoded[-1])

@@ -48,9 +48,7 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
             raise MsLongctxError(f"input {pattern} does not exist; give .jsonl or .jsonl.gz files, or a glob")
         for name in named:
             if Path(name).is_dir():
-                raise MsLongctxError(
-                    f"input {name} is a directory; give its files, for example '{name}/*.jsonl'"
-                )
+                raise MsLongctxError(f"input {name} is a directory; give its files, for example '{name}/*.jsonl'")
             files[Path(name)] = None
     return list(files)
 

@@ -68,9 +68,7 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; keys of ``lengths`` become texts."""
-        return {
-            name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()
-        }
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Tally:

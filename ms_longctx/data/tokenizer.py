@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -146,11 +147,7 @@ class Tokenizer(ABC):
         ``ids`` must be ``encode(text)`` without BOS and EOS. Returns ``None`` when the tokenizer changes the
         text (Unicode normalisation, unknown characters), because then no such offsets exist.
         """
-        ends = (
-            np.cumsum(self._byte_lengths[np.asarray(ids, dtype=np.int64)])
-            if len(ids)
-            else np.zeros(0, np.int64)
-        )
+        ends = np.cumsum(self._byte_lengths[np.asarray(ids, dtype=np.int64)]) if len(ids) else np.zeros(0, np.int64)
         offsets = np.concatenate(([0], ends))
         if self.prefix_space and not continues and len(ids) and self._token_bytes[ids[0]][:1] == b" ":
             offsets[1:] -= 1
@@ -186,6 +183,24 @@ class Tokenizer(ABC):
         for piece in self._token_bytes:
             digest.update(len(piece).to_bytes(4, "little") + piece)
         return digest.hexdigest()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write ``tokenizer.json`` or ``tokenizer.model``, and ``tokenizer_config.json``, for Hugging Face to read.
+
+        Args:
+            directory: it exists; files of these names are replaced.
+        """
+        texts = {name: text for name, text in self._template_tokens().items() if text}
+        config = {**texts, "add_bos_token": self.adds_bos, "add_eos_token": False}
+        if self.has_chat_template:
+            config["chat_template"] = self.chat_template
+        config |= self._write_vocabulary(Path(directory))
+        text = json.dumps(config, ensure_ascii=False, indent=2)
+        (Path(directory) / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+    @abstractmethod
+    def _write_vocabulary(self, directory: Path) -> dict[str, Any]:
+        """Write the file of the vocabulary; what ``tokenizer_config.json`` says about it."""
 
     def _template_tokens(self) -> dict[str, str]:
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}

@@ -54,6 +54,14 @@ class HFTokenizer(Tokenizer):
         # The batch call leaves out the offsets of tokens, which takes a third of the time.
         return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
+    def _write_vocabulary(self, directory: Path) -> dict[str, Any]:
+        definition = self._definition
+        if self.adds_bos and self.bos_id is not None and not definition.get("post_processor"):
+            definition = {**definition, "post_processor": _bos_first(self.token_text(self.bos_id), self.bos_id)}
+        text = json.dumps(definition, ensure_ascii=False)
+        (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+
     @cached_property
     def _continuing(self) -> tokenizers.Tokenizer:
         """The same tokenizer without the space some models put before a text."""
@@ -84,9 +92,7 @@ def load_hf_tokenizer(file: Path) -> HFTokenizer:
     directory = read_model_directory(file.parent)
     known = directory.settings(encoder.token_to_id, TokenizerSettings())
     starts_with_bos = encoder.encode("a", add_special_tokens=True).ids[:1] == [known.bos_id]
-    return HFTokenizer(
-        definition, directory.settings(encoder.token_to_id, TokenizerSettings(adds_bos=starts_with_bos))
-    )
+    return HFTokenizer(definition, directory.settings(encoder.token_to_id, TokenizerSettings(adds_bos=starts_with_bos)))
 
 
 def _build(definition: dict[str, Any], literal: bool = False) -> tokenizers.Tokenizer:
@@ -95,6 +101,21 @@ def _build(definition: dict[str, Any], literal: bool = False) -> tokenizers.Toke
     encoder.no_padding()
     encoder.encode_special_tokens = literal
     return encoder
+
+
+def _bos_first(text: str, index: int) -> dict[str, Any]:
+    """The part of a definition that makes other programs start a text with BOS."""
+    bos, first, second = (
+        {"SpecialToken": {"id": text, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"Sequence": {"id": "B", "type_id": 0}},
+    )
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, second],
+        "special_tokens": {text: {"id": text, "ids": [index], "tokens": [text]}},
+    }
 
 
 def _decoder_kind(definition: dict[str, Any]) -> tuple[bool, bool]:
@@ -115,9 +136,7 @@ def _decoder_kind(definition: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _adds_space(metaspace: dict[str, Any]) -> bool:
-    return (
-        bool(metaspace.get("add_prefix_space", True)) and metaspace.get("prepend_scheme", "always") != "never"
-    )
+    return bool(metaspace.get("add_prefix_space", True)) and metaspace.get("prepend_scheme", "always") != "never"
 
 
 def _without_prefix_space(definition: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
@@ -38,13 +39,14 @@ class SentencePieceTokenizer(Tokenizer):
         settings: TokenizerSettings | None = None,
         added_tokens: Mapping[str, int] | None = None,
     ) -> None:
+        self._model_proto = model_proto
         self._processor = _processor(model_proto)
         self._continuing = _processor(model_proto + _NO_DUMMY_PREFIX)
         count = self._processor.get_piece_size()
         pieces = [_piece_bytes(self._processor, index) for index in range(count)]
-        control = {
-            self._processor.id_to_piece(i): i for i in range(count) if self._processor.is_control(i)
-        } | dict(added_tokens or {})
+        control = {self._processor.id_to_piece(i): i for i in range(count) if self._processor.is_control(i)} | dict(
+            added_tokens or {}
+        )
         pieces += [b""] * (max(control.values(), default=-1) + 1 - count)
         for text, index in control.items():
             pieces[index] = text.encode("utf-8")
@@ -68,9 +70,20 @@ class SentencePieceTokenizer(Tokenizer):
             end = match.end()
         return ids + self._segment(text[end:], continues or bool(ids))
 
+    def _write_vocabulary(self, directory: Path) -> dict[str, Any]:
+        (directory / "tokenizer.model").write_bytes(self._model_proto)
+        count = self._processor.get_piece_size()
+        added = {str(index): _added(text) for text, index in self._control.items() if index >= count}
+        return {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
+
     def _segment(self, text: str, continues: bool) -> list[int]:
         processor = self._continuing if continues else self._processor
         return list(processor.encode(text)) if text else []
+
+
+def _added(text: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {"content": text, **flags, "special": True}
 
 
 def load_sentencepiece_tokenizer(file: Path) -> SentencePieceTokenizer:
@@ -125,6 +138,4 @@ def _model_settings(processor: SentencePieceProcessor) -> TokenizerSettings:
         return index if index >= 0 else None
 
     bos = known(processor.bos_id())
-    return TokenizerSettings(
-        bos, known(processor.eos_id()), known(processor.pad_id()), adds_bos=bos is not None
-    )
+    return TokenizerSettings(bos, known(processor.eos_id()), known(processor.pad_id()), adds_bos=bos is not None)

@@ -99,9 +99,7 @@ class Work:
         self.complete = state["complete"]
         self._sizes = state["sizes"]
         self._limits = _Limits(**state["limits"])
-        self.shards = {
-            split: [Shard(**shard) for shard in state["shards"].get(split, [])] for split in self._outputs
-        }
+        self.shards = {split: [Shard(**shard) for shard in state["shards"].get(split, [])] for split in self._outputs}
 
     @property
     def full(self) -> bool:
@@ -133,9 +131,7 @@ class Work:
                 "sizes": self._sizes,
                 "limits": asdict(self._limits),
                 "tally": self.tally.to_json(),
-                "shards": {
-                    split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()
-                },
+                "shards": {split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()},
             },
         )
 

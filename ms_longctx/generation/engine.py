@@ -39,9 +39,7 @@ class GraphEngine:
         max_new_tokens: tokens that may be appended to each row.
     """
 
-    def __init__(
-        self, model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int
-    ) -> None:
+    def __init__(self, model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         lengths = np.array([len(prompt) for prompt in prompts])
         self._width = -(-int(lengths.max()) // CHUNK) * CHUNK
         self._shift = (self._width - lengths).astype(np.int32)[:, None]

@@ -83,9 +83,7 @@ class Evaluation:
     ) -> None:
         manifest = load_manifest(data)
         if manifest.tokenizer != tokenizer.fingerprint():
-            raise MsLongctxError(
-                f"{data} was prepared with another tokenizer; prepare it with this model's own"
-            )
+            raise MsLongctxError(f"{data} was prepared with another tokenizer; prepare it with this model's own")
         if "rouge" in settings.metrics and manifest.layout != "sft":
             raise MsLongctxError(
                 f"{data} has the layout {manifest.layout}: no answers to compare with; "

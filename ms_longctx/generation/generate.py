@@ -157,17 +157,14 @@ def generate(
         ``(B, S + longest answer)`` int32.
     """
     prompt = np.atleast_2d(np.asarray(getattr(input_ids, "asnumpy", lambda: input_ids)()))
-    kept = (
-        np.ones_like(prompt, bool) if attention_mask is None else np.atleast_2d(attention_mask).astype(bool)
-    )
+    kept = np.ones_like(prompt, bool) if attention_mask is None else np.atleast_2d(attention_mask).astype(bool)
     rows = [ids[keep].tolist() for ids, keep in zip(prompt, kept, strict=True)]
     wanted = _settings(settings)
     eos = model.config.eos_token_id if eos_token_id is None else eos_token_id
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
     pad = next((i for i in (pad_token_id, model.config.pad_token_id, *eos_ids) if i is not None), 0)
     steps = [
-        [pad if token is None else token for token in tokens]
-        for tokens in generate_ids(model, rows, wanted, eos_ids)
+        [pad if token is None else token for token in tokens] for tokens in generate_ids(model, rows, wanted, eos_ids)
     ]
     answers = np.array(steps, np.int32).reshape(-1, len(rows)).T
     return np.concatenate((prompt.astype(np.int32), answers), axis=1)

@@ -101,9 +101,7 @@ class Sampler:
             token = int(penalize_repetition(logits, seen, self._settings.repetition_penalty).argmax())
         else:
             tokens, probabilities = distribution(logits, seen, self._settings)
-            place = int(
-                np.searchsorted(np.cumsum(probabilities), self._generators[row].random(), side="right")
-            )
+            place = int(np.searchsorted(np.cumsum(probabilities), self._generators[row].random(), side="right"))
             token = int(tokens[min(place, len(tokens) - 1)])
         if self._penalize:
             self._seen[row].add(token)

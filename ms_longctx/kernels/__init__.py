@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+SOURCE_DIR = _HERE / "csrc"
+_BUILD = "python -m ms_longctx.kernels.build"
 
 
 def library_path() -> Path:
@@ -35,12 +38,25 @@ def reason() -> str:
     if not path.exists():
         note = _HERE / "build" / "failure.txt"
         why = note.read_text().strip() if note.exists() else "they were never built"
-        return f"{path} does not exist: {why} (to build them: python -m ms_longctx.kernels.build)"
+        return f"{path} does not exist: {why} (to build them: {_BUILD})"
     try:
-        ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path} cannot be loaded: {error}"
+    built_from = getattr(library, "ms_longctx_sources", None)
+    if built_from is not None:
+        built_from.restype = ctypes.c_char_p
+    if built_from is None or built_from().decode() != source_hash(SOURCE_DIR):
+        return f"{path} was built from other sources than these (to build it anew: {_BUILD})"
     return ""
+
+
+def source_hash(folder: Path) -> str:
+    """Identity of the C++ sources in ``folder``; a library carries that of the sources it was built from."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.h"), *folder.glob("*.cc")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def instruction_set() -> str:

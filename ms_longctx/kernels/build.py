@@ -28,9 +28,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.kernels import SOURCE_DIR, source_hash
 
 PACKAGE_DIR = Path(__file__).resolve().parent
-SOURCE_DIR = PACKAGE_DIR / "csrc"
 LIBRARY_NAME = "libms_longctx_kernels.so"
 FAILURE_NOTE = "build/failure.txt"
 
@@ -103,9 +103,12 @@ def _build(output_dir: Path, object_dir: Path, source_dir: Path) -> Path:
     version = subprocess.run([cxx, "--version"], capture_output=True, check=False).stdout
     jobs: list[tuple[list[str], Path]] = []
     objects: list[Path] = []
+    origin = f'-DMLK_SOURCES="{source_hash(source_dir)}"'
     for level, level_flags in levels().items():
         for source in sorted(source_dir.glob("*.cc")):
             flags = [*COMMON_FLAGS, *level_flags, f"-DMLK_ISA={level}"]
+            if source.name == "dispatch.cc":
+                flags.append(origin)
             parts = [version, headers, source.read_bytes(), " ".join(flags).encode()]
             key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
             target = object_dir / f"{source.stem}.{level}.{key}.o"

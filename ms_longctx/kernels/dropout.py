@@ -20,9 +20,7 @@ def make_keyed_dropout(salt: int, limit: int, factor: float) -> Callable:
     """
 
     def make(bprop: Callable | None) -> Callable:
-        return operator(
-            "KeyedDropout", lambda x, k: x, lambda x, k: x, bprop, salt=salt, limit=limit, factor=factor
-        )
+        return operator("KeyedDropout", lambda x, k: x, lambda x, k: x, bprop, salt=salt, limit=limit, factor=factor)
 
     masked = make(None)
 

@@ -18,9 +18,7 @@ def make_rms_norm(eps: float) -> Callable:
     def bprop(x: Tensor, weight: Tensor, out: Tensors, dout: Tensors) -> Tensors:
         return grad(x, weight, out[1], dout[0])
 
-    forward = operator(
-        "FusedRmsNorm", lambda x, w: (x, x[:-1]), lambda x, w: (x, ms.float32), bprop, eps=float(eps)
-    )
+    forward = operator("FusedRmsNorm", lambda x, w: (x, x[:-1]), lambda x, w: (x, ms.float32), bprop, eps=float(eps))
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return forward(x, weight)[0]

@@ -62,9 +62,7 @@ def make_linear_cross_entropy(
 
     gradients = with_gradients()
 
-    def recomputing_bprop(
-        hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensors, dout: Tensors
-    ) -> Tensors:
+    def recomputing_bprop(hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensors, dout: Tensors) -> Tensors:
         return scaled_bprop(hidden, weight, labels, gradients(hidden, weight, labels), dout)
 
     loss_only = operator(

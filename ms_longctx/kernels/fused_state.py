@@ -70,9 +70,7 @@ def make_global_norm() -> Callable:
     ``norm``: fp32 ``(1,)``, square root of the sum of all squares (in fp64; it overflows only where the norm
     itself exceeds fp32); ``finite``: bool ``(1,)``, whether no element is infinite or NaN.
     """
-    reduce_all = operator(
-        "FusedGlobalNorm", lambda *shapes: ([1], [1]), lambda *dtypes: (ms.float32, ms.bool_)
-    )
+    reduce_all = operator("FusedGlobalNorm", lambda *shapes: ([1], [1]), lambda *dtypes: (ms.float32, ms.bool_))
 
     def global_norm(grads: Tensors) -> tuple[Tensor, Tensor]:
         return reduce_all(*grads)

@@ -70,9 +70,7 @@ def _kernel() -> Callable[[Sentences, Sentences], Alignment] | None:
     return align_in_kernel
 
 
-def _numbered(
-    sentences: Sentences, numbers: dict[str, int]
-) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+def _numbered(sentences: Sentences, numbers: dict[str, int]) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     tokens = [numbers.setdefault(token, len(numbers)) for sentence in sentences for token in sentence]
     ends = np.cumsum([len(sentence) for sentence in sentences], dtype=np.int64)
     return np.array(tokens, dtype=np.int32), ends, len(sentences)

@@ -71,9 +71,7 @@ class RougeLXT:
         MsLongctxError: an unknown rouge type.
     """
 
-    def __init__(
-        self, use_stemmer: bool = False, rouge_types: Sequence[str] = ("rouge1", "rouge2", "rougeL")
-    ) -> None:
+    def __init__(self, use_stemmer: bool = False, rouge_types: Sequence[str] = ("rouge1", "rouge2", "rougeL")) -> None:
         unknown = [name for name in rouge_types if name not in _SUPPORTED]
         if unknown:
             raise MsLongctxError(f"rouge_types: {unknown[0]!r} is not one of {', '.join(_SUPPORTED)}")
@@ -101,9 +99,7 @@ class RougeLXT:
         """
         predicted, wanted = _texts("predictions", predictions), _texts("references", references)
         if len(predicted) != len(wanted):
-            raise MsLongctxError(
-                f"{len(predicted)} predictions but {len(wanted)} references; each needs the other"
-            )
+            raise MsLongctxError(f"{len(predicted)} predictions but {len(wanted)} references; each needs the other")
         for prediction, reference in zip(predicted, wanted, strict=True):
             for name, value in self.score(prediction, reference).items():
                 self._sums[name] += value

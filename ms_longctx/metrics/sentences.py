@@ -25,8 +25,7 @@ _LAST_WORD = re.compile(r"[^\s(\[\"'\u2018\u201c]*\Z")
 # Scripts written without spaces whose characters count as one token each: kana, Han (with its extensions and
 # compatibility forms) and Hangul syllables.
 _CHARACTERS = (
-    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
-    "\U00020000-\U000323af"
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U000323af"
 )
 _ONE_CHARACTER = re.compile(f"([{_CHARACTERS}])")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 from mindspore import nn
 
 from ms_longctx.config.model import LlamaConfig
+from ms_longctx.data.tokenizer_files import write_tokenizer
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import StoredPart, stored_parts
 from ms_longctx.models.hf_config import read_config, read_json, write_config
@@ -23,18 +25,6 @@ from ms_longctx.models.safetensors_io import StoredTensor, read_header, tensor_b
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Files beside the weights that belong to a model and are copied as they are.
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 _FILE_TYPES = {
     ms.float32: ("F32", "float32"),
     ms.float16: ("F16", "float16"),
@@ -102,11 +92,12 @@ def save_model(
         folder: where to; weights of an earlier model there are replaced.
         dtype: type of all tensors in the files.
         max_shard_size: bytes, or for example ``5GB``; a larger model is split into several files.
-        companions: directory whose tokenizer and generation files are copied, if any.
+        companions: source of the tokenizer (see :func:`ms_longctx.data.tokenizer_files.write_tokenizer`), if any.
 
     Raises:
-        MsLongctxError: the directory cannot be written, or an argument is impossible.
+        MsLongctxError: the directory cannot be written, an argument is impossible, or the model has adapters.
     """
+    _refuse_adapters(model)
     file_type, torch_name = _FILE_TYPES[dtype]
     shards = _plan_shards(stored_parts(model, config), file_type, parse_size(max_shard_size))
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
@@ -115,14 +106,30 @@ def save_model(
         try:
             _write_shards(shards, partial, file_type, dtype)
             write_config(config, partial, torch_name)
-            for name in COMPANIONS:
-                if companions is not None and (companions / name).is_file():
-                    shutil.copyfile(companions / name, partial / name)
+            if companions is not None:
+                _write_companions(companions, partial)
             _publish(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise MsLongctxError(f"{folder}: the model cannot be written ({error})") from error
+
+
+def _write_companions(source: Path, folder: Path) -> None:
+    try:
+        write_tokenizer(source, folder)
+    except MsLongctxError as error:  # the weights are worth more than a tokenizer nobody could read
+        logging.getLogger(__name__).warning("%s is saved without a tokenizer: %s", folder.name.split(".")[1], error)
+
+
+def _refuse_adapters(model: nn.Cell) -> None:
+    """No other program would find them in the files, and the weights would seem to be the tuned ones."""
+    adapter = next((name for name, _ in model.parameters_and_names() if ".lora_A." in name), None)
+    if adapter is not None:
+        raise MsLongctxError(
+            f"the model has adapters (such as {adapter}): put them into the weights first with "
+            "merge_and_unload(model), or save them alone with save_adapter(model, directory)"
+        )
 
 
 def parse_size(size: int | str) -> int:

@@ -288,7 +288,7 @@ class LlamaForCausalLM(nn.Cell):
         with no_init_parameters():
             model = cls(source.config, as_dtype(dtype), as_dtype(compute_dtype or dtype))
         load_parameters(model, source)
-        model.companions = source.path if source.path.is_dir() else None
+        model.companions = source.path
         return model
 
     def save_pretrained(

@@ -16,9 +16,7 @@ class Embedding(nn.Cell):
         ``ids.shape + (hidden_size,)`` of the type of the weight.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, dtype: ms.Type = ms.float32, std: float = 0.02
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: ms.Type = ms.float32, std: float = 0.02) -> None:
         super().__init__()
         weight = initializer(Normal(std), (vocab_size, hidden_size), dtype)
         self.weight = Parameter(weight, name="weight")

@@ -96,9 +96,7 @@ class LinearCrossEntropy(nn.Cell):
             self.loss = _OperatorLoss(chunk_tokens)
             self.frozen_loss = _OperatorLoss(chunk_tokens, False)
 
-    def construct(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool = False) -> tuple[Tensor, Tensor]:
         frozen = frozen and self.training
         if self.use_kernel:
             if frozen:

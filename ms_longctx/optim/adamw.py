@@ -218,9 +218,7 @@ def _fp32_state(param: Parameter, kind: str, value: Parameter | None = None) -> 
     return state
 
 
-def _check(
-    groups: Sequence[ParamGroup], betas: tuple[float, float], eps: float, max_grad_norm: float | None
-) -> None:
+def _check(groups: Sequence[ParamGroup], betas: tuple[float, float], eps: float, max_grad_norm: float | None) -> None:
     names = [param.name for group in groups for param in group.params]
     if not names:
         raise MsLongctxError("the optimizer has no parameters: nothing in the model is trainable")
@@ -231,9 +229,7 @@ def _check(
     if eps <= 0 or any(group.weight_decay < 0 for group in groups):
         raise MsLongctxError("optimizer.eps must be above 0, optimizer.weight_decay must not be negative")
     if max_grad_norm is not None and max_grad_norm <= 0:
-        raise MsLongctxError(
-            f"optimizer.max_grad_norm = {max_grad_norm} must be above 0; null switches clipping off"
-        )
+        raise MsLongctxError(f"optimizer.max_grad_norm = {max_grad_norm} must be above 0; null switches clipping off")
 
 
 def _differences(path: str, saved: Any, current: Any) -> list[str]:

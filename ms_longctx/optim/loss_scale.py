@@ -33,9 +33,7 @@ class DynamicLossScale:
         max_skipped_steps: int = 50,
     ) -> None:
         if not 0 < minimum <= initial:
-            raise MsLongctxError(
-                f"loss_scale_min = {minimum} must be above 0 and at most loss_scale_init = {initial}"
-            )
+            raise MsLongctxError(f"loss_scale_min = {minimum} must be above 0 and at most loss_scale_init = {initial}")
         if window < 1 or max_skipped_steps < 1:
             raise MsLongctxError("loss_scale_window and max_skipped_steps must be at least 1")
         self.scale = float(initial)

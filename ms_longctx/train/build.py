@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,17 +11,15 @@ import mindspore as ms
 from ms_longctx.config import RunConfig, merge_architecture
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.data.tokenizer import load_tokenizer
+from ms_longctx.data.tokenizer_files import write_tokenizer
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.auto import open_checkpoint
 from ms_longctx.models.checkpoint import as_dtype
-from ms_longctx.models.hf import COMPANIONS
 from ms_longctx.models.llama import LlamaForCausalLM
 from ms_longctx.optim.adamw import AdamW
 from ms_longctx.optim.groups import decay_groups
 from ms_longctx.optim.loss_scale import DynamicLossScale
 from ms_longctx.tuning import LoraConfig, get_pe_model, load_adapter
-
-_TOKENIZER_FILES = {".model": "tokenizer.model", ".json": "tokenizer.json"}
 
 
 def build_model(run: RunConfig, checkpoint: Path | None = None) -> LlamaForCausalLM:
@@ -102,19 +99,10 @@ def tokenizer_fingerprint(run: RunConfig) -> str | None:
 
 
 def copy_tokenizer(run: RunConfig, directory: Path) -> None:
-    """Put the tokenizer that the run names beside the weights, if it is a file of its own."""
+    """Put the tokenizer that the run names beside the weights, if it names one."""
     if run.data.tokenizer is None:
         return
-    source = Path(run.data.tokenizer)
-    if source.is_dir():
-        files = {name: source / name for name in COMPANIONS}
-    elif source.suffix in _TOKENIZER_FILES:
-        files = {_TOKENIZER_FILES[source.suffix]: source}
-    else:  # a GGUF file: its tokenizer cannot be taken out as a file
-        return
-    for name, file in files.items():
-        if file.is_file():
-            shutil.copyfile(file, directory / name)
+    write_tokenizer(Path(run.data.tokenizer), directory)
 
 
 def _architecture(run: RunConfig) -> LlamaConfig:

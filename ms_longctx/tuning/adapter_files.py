@@ -112,9 +112,7 @@ def read_adapter_config(directory: str | Path) -> LoraConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise MsLongctxError(
-            f"{path}: cannot be read ({error.strerror}); expected an adapter of peft"
-        ) from error
+        raise MsLongctxError(f"{path}: cannot be read ({error.strerror}); expected an adapter of peft") from error
     except ValueError as error:
         raise MsLongctxError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(values, dict):
@@ -130,9 +128,7 @@ def _check(
         _log.warning("%s: no biases, as peft writes it for bias = lora_only; those of the base stay", path)
         missing = []
     if missing:
-        raise MsLongctxError(
-            f"{path}: no tensor {missing[0]} ({len(missing)} missing); is it another model's?"
-        )
+        raise MsLongctxError(f"{path}: no tensor {missing[0]} ({len(missing)} missing); is it another model's?")
     if extra := sorted(stored.keys() - wanted.keys()):
         raise MsLongctxError(f"{path}: {extra[0]} has no place in the model ({len(extra)} such tensors)")
     for name, tensor in stored.items():

@@ -173,9 +173,7 @@ class LoraQKVLinear(Adapted):
     Inputs, result: those of ``base``.
     """
 
-    def __init__(
-        self, base: Linear, config: LoraConfig, layout: QKVLayout, adapters: dict[str, LowRank]
-    ) -> None:
+    def __init__(self, base: Linear, config: LoraConfig, layout: QKVLayout, adapters: dict[str, LowRank]) -> None:
         super().__init__(base, config)
         self.layout = layout
         self.kv_heads = layout.kv_heads

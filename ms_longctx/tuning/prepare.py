@@ -53,20 +53,14 @@ def prepare_model(model: nn.Cell, config: LoraConfig, seed: int = 0) -> nn.Cell:
 
 def count_parameters(model: nn.Cell) -> tuple[int, int]:
     """Numbers of trained and of all elements in the parameters of a model, each parameter counted once."""
-    sizes = [
-        (param.size, param.requires_grad)
-        for _, param in model.parameters_and_names()
-        if param.name != KEY_NAME
-    ]
+    sizes = [(param.size, param.requires_grad) for _, param in model.parameters_and_names() if param.name != KEY_NAME]
     return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
 
 
 def print_trainable_parameters(model: nn.Cell) -> None:
     """Print both counts in peft's words."""
     trained, total = count_parameters(model)
-    print(
-        f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}"
-    )
+    print(f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}")
 
 
 def merge(model: nn.Cell) -> nn.Cell:

@@ -57,9 +57,7 @@ def select(model: nn.Cell, config: LoraConfig) -> list[Place]:
     places = linear_places(model)
     saved = config.modules_to_save or []
     # As in peft a module that is trained in full gets no adapter, nor does anything inside it.
-    free = [
-        name for name in places if not any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
-    ]
+    free = [name for name in places if not any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)]
     chosen = [name for name in free if _matches(name, config)]
     if OUTPUT_HEAD in chosen:
         raise MsLongctxError(
@@ -87,9 +85,7 @@ def _matches(name: str, config: LoraConfig) -> bool:
     return index is not None and int(index[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _check_every_name_fits(
-    config: LoraConfig, free: list[str], chosen: list[str], places: dict[str, Place]
-) -> None:
+def _check_every_name_fits(config: LoraConfig, free: list[str], chosen: list[str], places: dict[str, Place]) -> None:
     targets = config.target_modules
     layers = [name for name in places if name != OUTPUT_HEAD]
     kinds = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in layers))

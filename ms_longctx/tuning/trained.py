@@ -31,9 +31,7 @@ class TrainedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the file."""
-        return (
-            tuple(self.parameter.shape) if self.rows is None else (len(self.rows), *self.parameter.shape[1:])
-        )
+        return tuple(self.parameter.shape) if self.rows is None else (len(self.rows), *self.parameter.shape[1:])
 
     def read(self) -> np.ndarray:
         """The values as fp32, in memory of their own."""
@@ -92,9 +90,7 @@ def _saved_modules(model: nn.Cell, config: LoraConfig) -> dict[str, TrainedTenso
     for name in config.modules_to_save or []:
         paths = [path for path, _ in model.cells_and_names() if path.endswith(name)]
         if not paths:
-            parts = ", ".join(
-                dict.fromkeys(path.rsplit(".", 1)[-1] for path, _ in model.cells_and_names() if path)
-            )
+            parts = ", ".join(dict.fromkeys(path.rsplit(".", 1)[-1] for path, _ in model.cells_and_names() if path))
             raise MsLongctxError(f"lora.modules_to_save: no module is called {name!r}; modules: {parts}")
     for path, cell in model.cells_and_names():
         for local, param in cell.parameters_and_names(expand=False):
@@ -134,9 +130,7 @@ def _biases(model: nn.Cell, config: LoraConfig) -> dict[str, TrainedTensor]:
     return found
 
 
-def _fused_biases(
-    parent: str, cell: nn.Cell, layout: QKVLayout, config: LoraConfig
-) -> dict[str, TrainedTensor]:
+def _fused_biases(parent: str, cell: nn.Cell, layout: QKVLayout, config: LoraConfig) -> dict[str, TrainedTensor]:
     adapted = cell.adapters() if isinstance(cell, LoraQKVLinear) else {}
     if config.bias == "lora_only" and len(adapted) < len(QKV_PARTS):
         raise MsLongctxError(
@@ -144,8 +138,6 @@ def _fused_biases(
             "lora.target_modules, because their biases are one parameter; or set parallel_attention: false"
         )
     return {
-        f"{parent}.{part}{'.base_layer' if part in adapted else ''}.bias": TrainedTensor(
-            cell.bias, layout.rows(part)
-        )
+        f"{parent}.{part}{'.base_layer' if part in adapted else ''}.bias": TrainedTensor(cell.bias, layout.rows(part))
         for part in QKV_PARTS
     }

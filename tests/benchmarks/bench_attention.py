@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on a CPU beside torch's scaled_dot_product_attention: speed in turns in one process, and memory.
 
-    python tests/benchmarks/bench_attention.py
+    python tests/benchmarks/bench_attention.py [--check]
 
 Batch 1, causal, float32. `process` columns are CPU seconds of all threads together: they show what a busy machine
 hides. Memory is the growth of the peak resident size over inputs, measured in a process of its own.
@@ -13,7 +13,6 @@ import argparse
 import datetime
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+LEAST_RATIO, LEAST_RATIO_DOCUMENTS, MOST_MB = 1.3, 8.0, 300
 
 
 @dataclass
@@ -40,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--document", type=int, default=512, help="length of the packed documents")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed")
     parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -65,7 +67,8 @@ def our_functions(arguments: argparse.Namespace, length: int, document: int = 0)
     from ms_longctx.attention.flash import FlashAttention
     from ms_longctx.attention.mask import MaskSpec
 
-    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
     rng = np.random.default_rng(0)
 
     def random(heads: int) -> ms.Tensor:
@@ -113,12 +116,19 @@ def torch_functions(arguments: argparse.Namespace, length: int) -> list[Callable
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
-    """Growth of the peak resident size by forward + backward, in MB, after a small warm-up."""
+    """Peak resident size of forward + backward over what was resident before it, in MB, after a small warm-up."""
     our_functions(arguments, 64)[1]()
     functions = our_functions(arguments, arguments.memory)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     functions[1]()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(resident("VmHWM") - before)
+
+
+def resident(field: str) -> float:
+    """A resident size of this process in MB: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def measure_memory(arguments: argparse.Namespace, length: int) -> float:
@@ -152,34 +162,50 @@ def print_header(arguments: argparse.Namespace) -> None:
     print(f"{'case':30}{'ours ms':>10}{'torch ms':>10}{'speed-up':>10}{'process ms: ours':>18}{'torch':>9}")
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if arguments.memory:
         print_memory(arguments)
-        return
+        return 0
     print_header(arguments)
-    for length in arguments.lengths:
-        ours = our_functions(arguments, length)
-        theirs = torch_functions(arguments, length)
-        for name, pair in zip(("forward", "forward + backward"), zip(ours, theirs, strict=True), strict=True):
-            mine, peer = take_turns(list(pair), arguments.repetitions)
-            print(
-                f"{length} {name:24}{mine.wall:10.1f}{peer.wall:10.1f}{peer.wall / mine.wall:10.2f}"
-                f"{mine.process:18.1f}{peer.process:9.1f}",
-                flush=True,
-            )
+    bars = [compare(arguments, length) for length in arguments.lengths]
     longest = max(arguments.lengths)
-    full, packed = our_functions(arguments, longest), our_functions(arguments, longest, arguments.document)
+    bars.append(compare_documents(arguments, longest))
+    grown = measure_memory(arguments, longest)
+    print(f"{longest} forward + backward: peak memory grows by {grown:.0f} MB (bar {MOST_MB})")
+    return 1 if arguments.check and not (all(bars) and grown < MOST_MB) else 0
+
+
+def compare(arguments: argparse.Namespace, length: int) -> bool:
+    """Print our times beside torch's; whether both are fast enough."""
+    ours, theirs = our_functions(arguments, length), torch_functions(arguments, length)
+    ratios = []
+    for name, pair in zip(("forward", "forward + backward"), zip(ours, theirs, strict=True), strict=True):
+        mine, peer = take_turns(list(pair), arguments.repetitions)
+        ratios.append(peer.wall / mine.wall)
+        print(
+            f"{length} {name:24}{mine.wall:10.1f}{peer.wall:10.1f}{ratios[-1]:10.2f}"
+            f"{mine.process:18.1f}{peer.process:9.1f}",
+            flush=True,
+        )
+    return min(ratios) >= LEAST_RATIO
+
+
+def compare_documents(arguments: argparse.Namespace, length: int) -> bool:
+    """Print the time of packed documents beside that of one long one; whether the empty blocks are skipped."""
+    full, packed = our_functions(arguments, length), our_functions(arguments, length, arguments.document)
+    ratios = []
     for name, pair in zip(("forward", "forward + backward"), zip(packed, full, strict=True), strict=True):
         parts, whole = take_turns(list(pair), arguments.repetitions)
+        ratios.append(whole.wall / parts.wall)
         print(
-            f"{longest} in documents of {arguments.document}, {name}: {parts.wall:.1f} ms, "
-            f"{whole.wall / parts.wall:.1f} times as fast as full causal"
+            f"{length} in documents of {arguments.document}, {name}: {parts.wall:.1f} ms, "
+            f"{ratios[-1]:.1f} times as fast as full causal"
         )
-    print(f"{longest} forward + backward: peak memory grows by {measure_memory(arguments, longest):.0f} MB")
+    return min(ratios) >= LEAST_RATIO_DOCUMENTS
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -67,9 +67,7 @@ def main() -> int:
 
 def write_rows(file: Path, samples: int, seq_length: int) -> Path:
     """Articles of real paragraphs in random order, ``seq_length`` tokens and more, with real abstracts."""
-    with gzip.open(
-        ROOT / "run_scripts" / "data" / "plos_articles.jsonl.gz", "rt", encoding="utf-8"
-    ) as stream:
+    with gzip.open(ROOT / "run_scripts" / "data" / "plos_articles.jsonl.gz", "rt", encoding="utf-8") as stream:
         articles = [json.loads(line) for line in stream]
     paragraphs = [text for row in articles for text in row["article"].split("\n\n")]
     chance = random.Random(0)

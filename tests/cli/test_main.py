@@ -157,10 +157,7 @@ def test_no_verb_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_give_one_line_and_exit_code_2(
     arguments: list[str], message: str, probe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main([word for word in arguments if word != "--debug"] if "--debug" not in arguments else arguments)
-        == 2
-    )
+    assert main([word for word in arguments if word != "--debug"] if "--debug" not in arguments else arguments) == 2
     lines = capsys.readouterr().err
     assert message in lines
     if "--debug" not in arguments:
@@ -173,9 +170,7 @@ def test_debug_shows_the_traceback(probe: Path, capsys: pytest.CaptureFixture[st
     assert errors.startswith("Traceback") and errors.endswith("error: a line and another\n")
 
 
-def test_unexpected_errors_exit_with_1_and_name_debug(
-    probe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unexpected_errors_exit_with_1_and_name_debug(probe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--fail", "bug"]) == 1
     expected = "error: unexpected ZeroDivisionError: oops; run again with --debug for the traceback\n"
     assert capsys.readouterr().err == expected
@@ -240,9 +235,7 @@ def test_options_and_overrides(
     assert capsys.readouterr().out.strip() == (expected or "")
 
 
-FILLED_YAML = (
-    "data: {seq_length: 64, fields: {article: body, abstract: summary}}\ngeneration: {stop: [a, b]}\n"
-)
+FILLED_YAML = "data: {seq_length: 64, fields: {article: body, abstract: summary}}\ngeneration: {stop: [a, b]}\n"
 
 
 @pytest.mark.parametrize(

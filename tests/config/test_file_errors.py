@@ -169,9 +169,7 @@ def test_missing_file_names_nearest_preset() -> None:
 
 
 def test_missing_file_lists_presets() -> None:
-    assert message_of(Path("conf/zzz.yaml")).startswith(
-        "conf/zzz.yaml: no such file or preset; presets: llama-"
-    )
+    assert message_of(Path("conf/zzz.yaml")).startswith("conf/zzz.yaml: no such file or preset; presets: llama-")
 
 
 def test_directory(tmp_path: Path) -> None:

@@ -228,9 +228,7 @@ def test_every_preset_loads() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "llama-tiny.yaml", "yaml_configs/llama-tiny.yaml"])
-def test_presets_are_found_from_any_directory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_presets_are_found_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_config(name) == REPOSITORY / "yaml_configs" / "llama-tiny.yaml"
 
@@ -254,13 +252,9 @@ def test_aliases_lead_to_keys_of_the_schema(name: str) -> None:
 
 
 def test_configuration_does_not_import_mindspore() -> None:
-    script = (
-        "import sys, ms_longctx.config as c; c.load_config('llama-tiny'); print('mindspore' in sys.modules)"
-    )
+    script = "import sys, ms_longctx.config as c; c.load_config('llama-tiny'); print('mindspore' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert result.stdout.strip() == "False"
 
 

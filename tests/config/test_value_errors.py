@@ -192,8 +192,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "GaLore bits": (
         "optimizer: {quantization_bit: 8}",
-        ":1: optimizer.quantization_bit: 8 is refused: the GaLore optimizers are not built yet; "
-        "leave it at null",
+        ":1: optimizer.quantization_bit: 8 is refused: the GaLore optimizers are not built yet; leave it at null",
     ),
     "dpo": (
         "train: {objective: dpo}",

@@ -270,6 +270,34 @@ def test_gguf_sentencepiece_vocabulary(sentencepiece_model: Path, tmp_path: Path
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_transformers_opens_what_is_saved(smollm2_gguf: Path, tmp_path: Path, adds_bos: bool) -> None:
+    """The vocabulary of a GGUF file as a Hugging Face directory, for a model with and without BOS."""
+    tokenizer = load_tokenizer(smollm2_gguf)
+    tokenizer.adds_bos = adds_bos
+    tokenizer.save_pretrained(tmp_path)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert ours.adds_bos == adds_bos and ours.fingerprint() == tokenizer.fingerprint()
+    for text in TEXTS:
+        assert ours.encode(text) == tokenizer.encode(text)
+        if not (adds_bos and text.startswith("<|im_start|>")):  # it adds a second one there
+            assert theirs(text).input_ids == tokenizer.encode(text, add_bos=adds_bos)
+    messages = [{"role": "user", "content": "Grüße, 世界!"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == rendered
+    assert ours.apply_chat_template(messages, add_generation_prompt=True) == rendered
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
+
+
+def test_transformers_opens_a_saved_sentencepiece_model(mistral: Tokenizer, tmp_path: Path) -> None:
+    mistral.save_pretrained(tmp_path)
+    theirs, ours = transformers.LlamaTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text, add_bos=True) == mistral.encode(text, add_bos=True)
+        if "<s>" not in text:  # it adds a second one there
+            assert theirs(text).input_ids == mistral.encode(text, add_bos=True)
+
+
 @pytest.mark.parametrize(
     "name, content",
     [

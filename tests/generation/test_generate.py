@@ -146,9 +146,7 @@ def test_errors(rows: list[list[int]], settings: dict[str, int], message: str, m
 
 
 @pytest.mark.slow
-def test_real_answers_equal_transformers(
-    smollm2: tuple[LlamaForCausalLM, Tokenizer], tmp_path: Path
-) -> None:
+def test_real_answers_equal_transformers(smollm2: tuple[LlamaForCausalLM, Tokenizer], tmp_path: Path) -> None:
     """48 greedy tokens of SmolLM2-135M-Instruct, alone and as one left-padded batch."""
     model, tokenizer = smollm2
     model.save_pretrained(tmp_path)

@@ -56,9 +56,7 @@ def test_beginning_of_a_stop_is_text_when_nothing_more_comes() -> None:
 
 
 @settings(max_examples=500, deadline=None)
-@given(
-    st.lists(st.text(alphabet="ab", max_size=4), max_size=8), st.lists(st.text("ab", min_size=1), max_size=3)
-)
+@given(st.lists(st.text(alphabet="ab", max_size=4), max_size=8), st.lists(st.text("ab", min_size=1), max_size=3))
 def test_result_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)
     ends = [(at + len(stop), at) for stop in stops if (at := whole.find(stop)) >= 0]

@@ -60,6 +60,7 @@ def sources(tmp_path: Path) -> Path:
     for name in ("aot.h", "simd.h", "dispatch.cc"):
         shutil.copy(SOURCE_DIR / name, folder)
     (folder / "probe.cc").write_text(PROBE)
+    (folder / "still.cc").write_text('#include "simd.h"\n')
     return folder
 
 
@@ -82,7 +83,7 @@ def test_vector_tools(isa: str, sources: Path, tmp_path: Path) -> None:
 def test_only_what_changed_is_compiled(sources: Path, tmp_path: Path) -> None:
     build(tmp_path, sources)
     first = objects(tmp_path)
-    assert len(first) == 2 * len(levels())
+    assert len(first) == 3 * len(levels())
     linked = (tmp_path / LIBRARY_NAME).stat().st_mtime_ns
     build(tmp_path, sources)
     assert objects(tmp_path) == first and (tmp_path / LIBRARY_NAME).stat().st_mtime_ns == linked
@@ -90,7 +91,7 @@ def test_only_what_changed_is_compiled(sources: Path, tmp_path: Path) -> None:
     build(tmp_path, sources)
     second = objects(tmp_path)
     assert len(second) == len(first)
-    assert {name for name in first if name.startswith("dispatch")} == second.keys() & first.keys()
+    assert {name for name in first if name.startswith("still")} == second.keys() & first.keys()
     assert all(second[name] == first[name] for name in second.keys() & first.keys())
 
 
@@ -106,6 +107,16 @@ def test_failure_names_the_error_and_keeps_the_old_library(sources: Path, tmp_pa
     (sources / "probe.cc").write_text(PROBE)
     build(tmp_path, sources)
     assert not (tmp_path / "build" / "failure.txt").exists()
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_refused(sources: Path, tmp_path: Path) -> None:
+    """Such as one that an update of the sources left behind."""
+    library = build(tmp_path, sources)
+    environment = {**os.environ, "MS_LONGCTX_KERNELS": str(library)}
+    command = [sys.executable, "-c", "from ms_longctx import kernels; print(kernels.reason())"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "was built from other sources" in result.stdout and "kernels.build" in result.stdout
 
 
 def test_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,9 +105,7 @@ def test_global_norm_beyond_the_square_root_of_fp32(mode):
     """Squares of 1e30 overflow fp32, their norm does not; one subnormal in fp16 must not be lost."""
     from ms_longctx.kernels.fused import make_global_norm
 
-    norm, finite = make_global_norm()(
-        (Tensor(np.full(40, 1e30, np.float32)), Tensor(np.ones(3, np.float16)))
-    )
+    norm, finite = make_global_norm()((Tensor(np.full(40, 1e30, np.float32)), Tensor(np.ones(3, np.float16))))
     assert norm.asnumpy()[0] == pytest.approx(np.sqrt(40.0) * 1e30, rel=1e-6) and finite.asnumpy()[0]
     norm, _ = make_global_norm()((Tensor(np.full(5, 6e-8, np.float16)),))
     assert norm.asnumpy()[0] == pytest.approx(float(np.float16(6e-8)) * np.sqrt(5.0), rel=1e-6)
@@ -150,9 +148,7 @@ def test_cache_append(mode, rng, dtype):
         chunk = rng.standard_normal((2, 3, count, 2, 5)).astype(dtype)
         expected[:, :, start : start + count] = chunk
         keys, values, offsets = cell(Tensor(chunk[0]), Tensor(chunk[1]), Tensor([start], ms.int32))
-        assert np.array_equal(keys.asnumpy(), expected[0]) and np.array_equal(
-            values.asnumpy(), expected[1]
-        )
+        assert np.array_equal(keys.asnumpy(), expected[0]) and np.array_equal(values.asnumpy(), expected[1])
         start += count
         assert offsets.asnumpy().tolist() == [start - count, start]
     assert np.array_equal(cell.keys.asnumpy(), expected[0])

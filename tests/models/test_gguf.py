@@ -123,6 +123,22 @@ def test_heads_unequal_to_kv_heads(bias: bool, tied: bool, tmp_path: Path) -> No
         np.testing.assert_allclose(model(Tensor(ids)).asnumpy(), expected, rtol=0, atol=1e-4)
 
 
+def test_saved_as_a_hugging_face_directory(
+    smollm2_gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the tokenizer of the GGUF file; where it has none, the weights are saved all the same."""
+    model = LlamaForCausalLM.from_pretrained(write_gguf(tmp_path / "m.gguf", torch_model(**WIDE)))
+    model.save_pretrained(tmp_path / "plain")
+    assert "plain is saved without a tokenizer: " in caplog.text and "holds no tokenizer" in caplog.text
+    model.companions = smollm2_gguf
+    model.save_pretrained(tmp_path / "with")
+    names = {path.name for path in (tmp_path / "with").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "with")
+    ids, _ = batch(103, 2, 31)
+    np.testing.assert_allclose(model(Tensor(ids)).asnumpy(), torch_logits(opened, ids), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("heads", "rows"), [(32, 4096), (4, 512), (3, 18)])
 def test_unpermute_inverts_llama_cpp(heads: int, rows: int) -> None:
     for shape in ((rows, 5), (rows,)):

@@ -47,9 +47,7 @@ def run(cell: nn.Cell, inputs: Sequence[np.ndarray], weights: Sequence[np.ndarra
     return [o.asnumpy() for o in out], [g.asnumpy() for g in grads]
 
 
-def torch_run(
-    function: Callable, inputs: Sequence[np.ndarray], weights: Sequence[np.ndarray], wrt: Sequence[int]
-):
+def torch_run(function: Callable, inputs: Sequence[np.ndarray], weights: Sequence[np.ndarray], wrt: Sequence[int]):
     """What :func:`run` gives, in double precision by torch; parameters are passed as inputs."""
     tensors = [torch.tensor(x).double() if x.dtype.kind == "f" else torch.tensor(x) for x in inputs]
     for i in wrt:

@@ -50,9 +50,7 @@ class FirstOnly(nn.Cell):
 @each
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize(
-    "rows, vocab, hidden, chunk", [(67, 1301, 35, 16), (5, 3, 2, 100), (31, 2500, 48, 31)]
-)
+@pytest.mark.parametrize("rows, vocab, hidden, chunk", [(67, 1301, 35, 16), (5, 3, 2, 100), (31, 2500, 48, 31)])
 def test_values_and_gradients(mode, rng, implementation, training, dtype, rows, vocab, hidden, chunk):
     x, weight, labels = problem(rng, rows, vocab, hidden)
     x, weight = x.astype(dtype), weight.astype(dtype)
@@ -61,9 +59,7 @@ def test_values_and_gradients(mode, rng, implementation, training, dtype, rows, 
     total, count = loss(Tensor(x), Tensor(weight), Tensor(labels))
     assert total.dtype == ms.float32 and total.shape == () and count.shape == ()
     assert int(count) == (labels != -100).sum()
-    out, grads = run(
-        FirstOnly(loss).set_train(training), [x, weight, labels], [np.float32(0.37)], [0, 1]
-    )
+    out, grads = run(FirstOnly(loss).set_train(training), [x, weight, labels], [np.float32(0.37)], [0, 1])
     expected = torch_run(reference, [x, weight, labels], [np.float32(0.37)], [0, 1])
     assert [g.dtype for g in grads] == [dtype, dtype]
     assert_close(out + grads, expected[0] + expected[1], 3e-6 if dtype == np.float32 else 3e-3)
@@ -82,9 +78,7 @@ def test_no_labelled_token(mode, rng, implementation, training):
 def test_large_logits_do_not_overflow(mode, rng, implementation):
     x, weight, labels = problem(rng, 12, 77, 6)
     x *= 1e4
-    out, grads = run(
-        FirstOnly(LinearCrossEntropy(5, implementation)), [x, weight, labels], [np.float32(1)], [0, 1]
-    )
+    out, grads = run(FirstOnly(LinearCrossEntropy(5, implementation)), [x, weight, labels], [np.float32(1)], [0, 1])
     expected = torch_run(reference, [x, weight, labels], [np.float32(1)], [0, 1])
     assert_close(out + grads, expected[0] + expected[1], 3e-6)
 
@@ -106,9 +100,7 @@ def test_tied_embedding_gets_both_gradients(mode, rng, implementation):
 
     net = Tied().set_train()
     out, grads = run(net, [ids, labels], [np.float32(1)], [])
-    expected = torch_run(
-        lambda i, t, w: reference(w[i.long()], w, t), [ids, labels, weight], [np.float32(1)], [2]
-    )
+    expected = torch_run(lambda i, t, w: reference(w[i.long()], w, t), [ids, labels, weight], [np.float32(1)], [2])
     assert_close(out + grads, expected[0] + expected[1], 3e-6)
 
 
@@ -120,10 +112,7 @@ class TestKernel:
         first = run(loss, inputs, [np.float32(1)], [0, 1])
         for _ in range(3):
             again = run(loss, inputs, [np.float32(1)], [0, 1])
-            assert all(
-                np.array_equal(a, b)
-                for a, b in zip(first[0] + first[1], again[0] + again[1], strict=True)
-            )
+            assert all(np.array_equal(a, b) for a, b in zip(first[0] + first[1], again[0] + again[1], strict=True))
 
     def test_chunks_give_the_same_numbers(self, rng):
         inputs = problem(rng, 300, 3000, 64)

@@ -54,9 +54,7 @@ def run(optimizer: AdamW, grads: dict[str, np.ndarray], lr: float, scale: float 
     return float(norm.asnumpy()), bool(finite.asnumpy())
 
 
-def run_torch(
-    optimizer: torch.optim.Optimizer, params: dict, grads: dict[str, np.ndarray], clip: float
-) -> float:
+def run_torch(optimizer: torch.optim.Optimizer, params: dict, grads: dict[str, np.ndarray], clip: float) -> float:
     for name, param in params.items():
         param.grad = torch.tensor(grads[name])
     norm = torch.nn.utils.clip_grad_norm_(params.values(), clip)
@@ -122,9 +120,7 @@ def test_accumulated_sums_are_scaled_before_clipping(implementation: str) -> Non
     """Gradients summed over micro batches, loss scale 1024 and 300 tokens, equal one mean gradient."""
     theirs = torch_parameters()
     reference = torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.0)
-    ours = AdamW(
-        [ParamGroup("all", tuple(parameters()), 0.0)], max_grad_norm=1.0, implementation=implementation
-    )
+    ours = AdamW([ParamGroup("all", tuple(parameters()), 0.0)], max_grad_norm=1.0, implementation=implementation)
     for step in range(STEPS):
         parts = [values(100 * step + part, 1024.0) for part in range(3)]
         total = {name: np.sum([part[name] for part in parts], 0) for name in SHAPES}

@@ -54,9 +54,7 @@ def fake_python(folder: Path, name: str, version: str, has_venv: bool = True) ->
         ({"python3": ("3.13.0", True), "python": ("3.10.1", True)}, "python"),
     ],
 )
-def test_the_first_suitable_python_is_taken(
-    pythons: dict[str, tuple[str, bool]], chosen: str, tmp_path: Path
-) -> None:
+def test_the_first_suitable_python_is_taken(pythons: dict[str, tuple[str, bool]], chosen: str, tmp_path: Path) -> None:
     for name, (version, has_venv) in pythons.items():
         fake_python(tmp_path / "bin", name, version, has_venv)
     result = bash("_find_python", tmp_path / "bin")
@@ -86,9 +84,7 @@ def test_no_python_at_all(tmp_path: Path) -> None:
 def test_steps_report_their_time_and_keep_the_exit_code(tmp_path: Path) -> None:
     result = bash("step 'good one' true && step 'bad one' bash_missing_command", tmp_path / "bin")
     assert result.returncode == 127
-    assert (
-        result.stdout == "==> good one\n    done in 0 s\n==> bad one\n    FAILED (exit code 127) after 0 s\n"
-    )
+    assert result.stdout == "==> good one\n    done in 0 s\n==> bad one\n    FAILED (exit code 127) after 0 s\n"
 
 
 def fake_environment(folder: Path) -> None:

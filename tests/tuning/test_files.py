@@ -12,11 +12,12 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from mindspore import Tensor
 from safetensors.torch import load_file, save_file
 
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.tuning import LoraConfig, get_pe_model, load_adapter, merge, save_adapter
+from ms_longctx.tuning import LoraConfig, get_pe_model, load_adapter, merge, merge_and_unload, save_adapter
 from ms_longctx.tuning.trained import trained_tensors
 from tests.tuning.compare import our_logits, randomize, torch_logits
 
@@ -121,6 +122,20 @@ def edit_weights(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_save_pretrained_refuses_adapters(make_pair: Any, tmp_path: Path, batch: Any) -> None:
+    """They would be missing in the file; merged into the weights they are there."""
+    _, ours = make_pair(False)
+    get_pe_model(ours, LoraConfig(r=4, target_modules=["q_proj"]))
+    randomize_ours(ours)
+    expected = our_logits(ours, batch[0])
+    with pytest.raises(MsLongctxError, match=r"has adapters .*q_proj\.lora_A.*merge_and_unload"):
+        ours.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    merge_and_unload(ours).save_pretrained(tmp_path / "model")
+    opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model").eval()
+    np.testing.assert_allclose(torch_logits(opened, batch[0]), expected, rtol=0, atol=1e-5)
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

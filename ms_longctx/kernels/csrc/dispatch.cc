@@ -34,4 +34,7 @@ extern "C" __attribute__((visibility("default"))) const char* ms_longctx_isa() {
   return kNames[mlk_level()];
 }
 
+// What the library was built from (ms_longctx/kernels/__init__.py:source_hash), given by build.py.
+extern "C" __attribute__((visibility("default"))) const char* ms_longctx_sources() { return MLK_SOURCES; }
+
 #endif

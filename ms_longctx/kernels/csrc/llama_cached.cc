@@ -172,6 +172,7 @@ class Llama {
     float* keys = args_.ptr<float>(first_cache_ + layer);
     float* values = args_.ptr<float>(first_cache_ + static_cast<int>(s_.layers) + layer);
     append(keys, values);
+    if (layer == s_.layers - 1) keep_last_tokens();
     attend(keys, values);
     const float *o = weight(), *o_bias = bias(s_.attention_bias);
     project(attended_.get(), s_.count(), s_.q_size(), {{o, o_bias, s_.hidden, normed_.get(), s_.hidden}});
@@ -210,6 +211,17 @@ class Llama {
     }
   }
 
+  // Of the last layer the other tokens leave only their keys and values behind: its output is read for the last one.
+  void keep_last_tokens() {
+    for (int64_t b = 0; b < s_.batch; b++) {
+      const int64_t last = (b + 1) * s_.length - 1;
+      std::copy_n(x_.get() + last * s_.hidden, s_.hidden, x_.get() + b * s_.hidden);
+      std::copy_n(queries_.get() + last * s_.q_size(), s_.q_size(), queries_.get() + b * s_.q_size());
+    }
+    s_.start += s_.length - 1;
+    s_.length = 1;
+  }
+
   // Flash attention (flash_forward.cc) of the queries over the cache.
   void attend(float* keys, float* values) const {
     int32_t* documents = args_.ptr<int32_t>(kDocuments);
@@ -243,16 +255,13 @@ class Llama {
   }
 
   void last_logits() {
-    for (int64_t b = 0; b < s_.batch; b++) {
-      norm_rows(x_.get() + ((b + 1) * s_.length - 1) * s_.hidden, args_.ptr<float>(kNorm), eps_, 1, s_.hidden,
-                normed_.get() + b * s_.hidden);
-    }
+    norm(args_.ptr<float>(kNorm));
     project(normed_.get(), s_.batch, s_.hidden,
             {{args_.ptr<float>(kHead), nullptr, s_.vocabulary, args_.ptr<float>(kLogits), s_.vocabulary}});
   }
 
   const AotArgs& args_;
-  const Settings& s_;
+  Settings s_;
   const float eps_;
   const int first_cache_;
   int next_ = kWeights;  // the next weight
