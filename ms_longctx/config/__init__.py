@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ms_longctx.config.load import load_config, override_keys
+from ms_longctx.config.load import load_config, load_strategy, override_keys
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.config.presets import find_config, preset_names
 from ms_longctx.config.pretrained import merge_architecture
@@ -34,6 +34,7 @@ __all__ = [
     "TrainConfig",
     "find_config",
     "load_config",
+    "load_strategy",
     "merge_architecture",
     "override_keys",
     "preset_names",

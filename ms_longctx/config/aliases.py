@@ -25,13 +25,11 @@ def _ring(entry: Entry) -> Entry:
 
 
 def _sequence_parallel(entry: Entry) -> Entry:
-    if entry.value is True:
-        raise entry.error("true is refused: it splits the sequence over mp, and several devices are not built yet")
     return replace(entry, value=1) if entry.value is None or entry.value is False else entry
 
 
 def _attention_mode(entry: Entry) -> Entry:
-    return replace(entry, value="none") if entry.value is None or entry.value is False else entry
+    return replace(entry, value="none") if entry.value is False else entry
 
 
 def _resume(entry: Entry) -> Entry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,7 +15,7 @@ from ms_longctx.config.coerce import coerce
 from ms_longctx.config.planned import PLANNED
 from ms_longctx.config.presets import find_config
 from ms_longctx.config.rules import check_range, check_run, split_lengths
-from ms_longctx.config.sections import SECTIONS, RunConfig
+from ms_longctx.config.sections import SECTIONS, ParallelConfig, RunConfig
 from ms_longctx.config.source import ConfigError, Entry, read_overrides, read_sections
 from ms_longctx.errors import MsLongctxError
 
@@ -45,9 +45,21 @@ def load_config(
     stated.add(read_overrides(overrides))
     run = stated.build()
     check_run(run, stated.error)
-    stated.refuse_planned()
     prompt, answer = split_lengths(run.data)
     return replace(run, data=replace(run.data, prompt_length=prompt, answer_length=answer))
+
+
+def load_strategy(source: str | Path | Mapping[str, Any]) -> ParallelConfig:
+    """The section ``parallel`` of a strategy file, or of its keys as a mapping.
+
+    Raises:
+        ConfigError: as :func:`load_config` raises it.
+    """
+    if not isinstance(source, Mapping):
+        return load_config(None, parallel_config=source).parallel
+    stated = _Stated("strategy")
+    stated.add([Entry(value, f"parallel.{name}", "strategy") for name, value in source.items()])
+    return stated.build().parallel
 
 
 def override_keys(overrides: Iterable[str]) -> dict[str, str]:
@@ -90,19 +102,13 @@ class _Stated:
         for key, entry in self._entries.items():
             section, field = key.split(".", 1)
             hint = _hints(section).get(field)
-            if key in PLANNED and (hint is None or PLANNED[key].values):
+            if key in PLANNED:
                 PLANNED[key].check(entry)
             if hint is not None:
                 values[section][field] = coerce(entry, hint)
                 check_range(key, values[section][field], self.error)
         sections = {name: self._section(name, stated) for name, stated in values.items()}
         return RunConfig(**sections, given=frozenset(self._entries))
-
-    def refuse_planned(self) -> None:
-        """Refuse what is valid and not built yet (the arithmetic of a strategy is checked before)."""
-        for key, entry in self._entries.items():
-            if key in PLANNED:
-                PLANNED[key].check(entry)
 
     def error(self, key: str, message: str) -> ConfigError:
         """A :class:`ConfigError` that says where the key was written, or which source left it out."""

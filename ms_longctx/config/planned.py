@@ -31,21 +31,9 @@ class Planned:
         return any(value == known and type(value) is type(known) for known in self.neutral)
 
 
-_DEVICES = "several devices are not built yet"
-_CONTEXT = "attention over several devices (ring, Ulysses) is not built yet"
 _GALORE = "the GaLore optimizers are not built yet"
 
 PLANNED: dict[str, Planned] = {
-    "parallel.dp": Planned(_DEVICES, neutral=(1,)),
-    "parallel.mp": Planned(_DEVICES, neutral=(1,)),
-    "parallel.sp": Planned(_DEVICES, neutral=(1,)),
-    "parallel.pp": Planned(_DEVICES, neutral=(1,)),
-    "parallel.cp": Planned(_DEVICES, neutral=(1,)),
-    "parallel.attention_mode": Planned(_CONTEXT, neutral=("none",)),
-    "parallel.ulysses_degree": Planned(_CONTEXT, neutral=(1, None)),
-    "parallel.micro_batch_num": Planned("pipeline parallelism is not built yet", neutral=(1, None)),
-    "parallel.optimizer_shard": Planned(_DEVICES, neutral=(False, None)),
-    "parallel.vocab_parallel": Planned(_DEVICES, neutral=(False, None)),
     "optimizer.type": Planned(_GALORE, values=("galore", "qgalore", "galore_adamw", "qgalore_adamw")),
     "optimizer.rank": Planned(_GALORE, neutral=(None,)),
     "optimizer.quantization_bit": Planned(_GALORE, neutral=(None,)),

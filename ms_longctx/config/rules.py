@@ -51,6 +51,9 @@ RANGES: dict[str, Range] = {
     "parallel.sp": _COUNT,
     "parallel.pp": _COUNT,
     "parallel.cp": _COUNT,
+    "parallel.ulysses_degree": _COUNT,
+    "parallel.micro_batch_num": _COUNT,
+    "parallel.pipeline_layers": _COUNT,
     "optimizer.learning_rate": _POSITIVE,
     "optimizer.betas": _PART,
     "optimizer.eps": _POSITIVE,
@@ -88,11 +91,11 @@ RANGES: dict[str, Range] = {
 
 
 def check_range(key: str, value: Any, fail: Fail) -> None:
-    """Refuse a number (or a number in a tuple) outside the interval of its key."""
+    """Refuse a number (or a number in a list) outside the interval of its key."""
     interval = RANGES.get(key)
     if interval is None or value is None:
         return
-    for number in value if isinstance(value, tuple) else (value,):
+    for number in value if isinstance(value, (tuple, list)) else (value,):
         if not interval.holds(number):
             raise fail(key, f"expected {interval}, found {number:g}")
 
@@ -102,7 +105,6 @@ def check_run(run: RunConfig, fail: Fail) -> None:
     _check_lengths(run, fail)
     _check_schedule(run, fail)
     _check_training(run, fail)
-    _check_degrees(run, fail)
 
 
 def split_lengths(data: DataConfig) -> tuple[int | None, int | None]:
@@ -163,12 +165,3 @@ def _check_training(run: RunConfig, fail: Fail) -> None:
         raise fail("train.dtype", f"bf16 needs Ascend and device_target is {train.device_target}; use fp32 or fp16")
     if train.eval_steps is not None and run.data.eval_path is None:
         raise fail("train.eval_steps", "there is nothing to evaluate on: data.eval_path is not given")
-
-
-def _check_degrees(run: RunConfig, fail: Fail) -> None:
-    parallel = run.parallel
-    if parallel.sp not in (1, parallel.mp):
-        raise fail(
-            "parallel.sp",
-            f"expected 1 or mp = {parallel.mp} (it splits over the mp group), found {parallel.sp}",
-        )

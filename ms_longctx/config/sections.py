@@ -69,24 +69,36 @@ class DataConfig:
 class ParallelConfig:
     """Section ``parallel`` and the strategy file: degrees of every kind of parallelism.
 
+    What they mean together, for a number of workers, is decided by :class:`ms_longctx.parallel.strategy.Strategy`.
+
     Args:
         dp: data parallel copies.
         mp: tensor parallel degree.
-        sp: Megatron-style sequence parallel over the ``mp`` group: 1 or equal to ``mp``.
+        sp: Megatron-style sequence parallel over the ``mp`` group: 1 or equal to ``mp``; ``true`` means ``mp``.
+            Where dp x mp x pp x sp is the number of workers, it is read as ``cp``.
         pp: pipeline stages.
         cp: context parallel degree (``sequence_parallel_size``).
+        attention_mode: attention over the ``cp`` pieces of a sequence. ``None``: ``ring``, unless
+            ``ulysses_degree`` says otherwise; ``none`` goes with ``cp`` 1.
+        ulysses_degree: divisor of ``cp``; ``hybrid`` needs it, the other modes imply it.
+        micro_batch_num: micro batches in the pipeline. ``None``: ``train.gradient_accumulation_steps``, at least
+            ``pp``.
+        optimizer_shard: split the optimizer's state over the workers that hold the same weights (Ascend).
+        vocab_parallel: split embedding and output layer by vocabulary over the ``mp`` group.
+        pipeline_layers: decoder layers of each pipeline stage. ``None``: the same number in each.
     """
 
     dp: int = 1
     mp: int = 1
-    sp: int = 1
+    sp: int | bool = 1
     pp: int = 1
     cp: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices (workers) that this strategy needs."""
-        return self.dp * self.mp * self.pp * self.cp
+    attention_mode: Literal["none", "ring", "ulysses", "hybrid"] | None = None
+    ulysses_degree: int | None = None
+    micro_batch_num: int | None = None
+    optimizer_shard: bool = False
+    vocab_parallel: bool = False
+    pipeline_layers: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ms_longctx.data.dataset import batches_per_epoch
 from ms_longctx.device import select_device
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.schedule import Schedule
+from ms_longctx.parallel.strategy import Strategy, check_device
 from ms_longctx.train.build import (
     build_loss_scale,
     build_model,
@@ -79,6 +80,8 @@ class Trainer:
         self.manifest = open_training_set(run.data)
         self.total_steps = _total_steps(run)
         self.device = select_device(run.train.device_target)
+        check_device(run.parallel, self.device)
+        Strategy.from_config(run, worker_num=1)  # select_device refuses more
         check_dtype(run.train.dtype, self.device)
         section = run.train
         self.directory = RunDirectory(Path(section.output_dir), section.keep_checkpoints, section.resume, overwrite)

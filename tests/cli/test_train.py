@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--optimizer.rank", "128"], "the GaLore optimizers are not built yet"),
         (["--optimizer.type", "adamw_torch_fused", "--optimizer.rank", "8"], "optimizer.type"),
         (["--train.dtype", "bf16", "--device_target", "CPU"], "bf16 needs Ascend"),
-        (["--parallel.dp", "2"], "several devices are not built yet"),
+        (["--parallel.dp", "two"], "--parallel.dp: expected an integer"),
         (["--train.learning_rate", "1"], "did you mean"),
         (["--overwite"], "did you mean '--overwrite'"),
     ],

@@ -13,7 +13,7 @@ from ms_longctx.config.sections import SECTIONS
 PACKAGE = Path(__file__).resolve().parents[2] / "ms_longctx"
 
 # Keys with one accepted value (everything else is refused as not built), so that there is nothing to read.
-ONE_VALUE = {"optimizer.type", "parallel.dp", "parallel.mp", "parallel.sp", "parallel.pp", "parallel.cp"}
+ONE_VALUE = {"optimizer.type"}
 # LlamaConfig is taken as a whole by the model and by the Hugging Face files.
 KEYS = [
     f"{section}.{field}"

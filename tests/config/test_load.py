@@ -16,8 +16,10 @@ import yaml
 from ms_longctx.config import (
     ConfigError,
     LlamaConfig,
+    ParallelConfig,
     find_config,
     load_config,
+    load_strategy,
     merge_architecture,
     preset_names,
 )
@@ -72,6 +74,13 @@ def test_no_file_gives_the_defaults() -> None:
         ("model: {eos_token_id: [2, 3]}", "model.eos_token_id", [2, 3]),
         ("data: {fields: {article: text}}", "data.fields", {"article": "text"}),
         ("model.num_hidden_layers: 3", "model.num_hidden_layers", 3),
+        ("parallel: {sequence_parallel_size: 4}", "parallel.cp", 4),
+        ("parallel: {tensor_parallel: 4}", "parallel.mp", 4),
+        ("sequence_parallel: true", "parallel.sp", True),
+        ("model: {sequence_parallel: false}", "parallel.sp", 1),
+        ("use_ring_attention: true", "parallel.attention_mode", "ring"),
+        ("model: {use_ring_attention: false}", "parallel.attention_mode", "none"),
+        ("parallel: {pipeline_layers: [3, 4]}", "parallel.pipeline_layers", [3, 4]),
     ],
 )
 def test_accepted_spellings(text: str, key: str, expected: Any, tmp_path: Path) -> None:
@@ -90,14 +99,13 @@ def test_numbers_with_exponents(text: str, tmp_path: Path) -> None:
     "text",
     [
         "parallel: {dp: 1, mp: 1, sp: 1, pp: 1, cp: 1, sequence_parallel_size: 1}",
-        "parallel: {attention_mode: none, ulysses_degree: 1, micro_batch_num: 1}",
-        "parallel: {attention_mode: null, optimizer_shard: false, vocab_parallel: null}",
-        "{use_ring_attention: false, sequence_parallel: false}",
-        "model: {use_ring_attention: false, sequence_parallel: false}",
+        "parallel: {attention_mode: null, ulysses_degree: null, micro_batch_num: null, optimizer_shard: false}",
+        "{sequence_parallel: false}",
+        "model: {sequence_parallel: false}",
         "optimizer: {rank: null, quantization_bit: null, type: adamw}",
     ],
 )
-def test_neutral_values_of_missing_features(text: str, tmp_path: Path) -> None:
+def test_neutral_values(text: str, tmp_path: Path) -> None:
     run = load(text, tmp_path)
     assert dataclasses.replace(run, given=frozenset()) == RunConfig()
 
@@ -165,9 +173,16 @@ def test_strategy_file_wins_over_config_and_loses_to_overrides(tmp_path: Path) -
     config, strategy = tmp_path / "run.yaml", tmp_path / "parallel.json"
     config.write_text("parallel: {dp: 4}")
     strategy.write_text('{"dp": 1, "mp": 1, "sp": 1, "pp": 1}')
-    assert load_config(config, parallel_config=strategy).parallel.devices == 1
-    with pytest.raises(ConfigError, match="command line: --parallel.dp: 2 is refused"):
-        load_config(config, ["--parallel.dp=2"], strategy)
+    assert load_config(config).parallel.dp == 4
+    assert load_config(config, parallel_config=strategy).parallel.dp == 1
+    assert load_config(config, ["--parallel.dp=2"], strategy).parallel.dp == 2
+
+
+def test_strategy_is_read_from_files_and_mappings(tmp_path: Path) -> None:
+    strategy = tmp_path / "parallel.json"
+    strategy.write_text('{"dp": 4, "sequence_parallel_size": 2, "use_ring_attention": true}')
+    assert load_strategy(strategy) == ParallelConfig(dp=4, cp=2, attention_mode="ring")
+    assert load_strategy({"dp": 4, "tp": 2, "sequence_parallel": True}) == ParallelConfig(dp=4, mp=2, sp=True)
 
 
 def test_objective_and_layout_follow_each_other(tmp_path: Path) -> None:
@@ -224,7 +239,7 @@ def test_every_preset_loads() -> None:
     assert set(preset_names()) == {*PARAMETERS, "llama-tiny"}
     for name in preset_names():
         run = load_config(name)
-        assert run.model.use_flash_attention and run.parallel.devices == 1
+        assert run.model.use_flash_attention and run.parallel == ParallelConfig()
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "llama-tiny.yaml", "yaml_configs/llama-tiny.yaml"])

@@ -123,61 +123,31 @@ CASES: dict[str, tuple[str, str]] = {
         "train: {eval_steps: 5}",
         ":1: train.eval_steps: there is nothing to evaluate on: data.eval_path is not given",
     ),
-    "sp without mp": (
-        "parallel: {dp: 4, mp: 2, sp: 3}",
-        ":1: parallel.sp: expected 1 or mp = 2 (it splits over the mp group), found 3",
-    ),
     "negative degree": ("parallel: {dp: -1}", ":1: parallel.dp: expected a value of at least 1, found -1"),
+    "empty stage": (
+        "parallel: {pp: 2, pipeline_layers: [4, 0]}",
+        ":1: parallel.pipeline_layers: expected a value of at least 1, found 0",
+    ),
+    "ulysses degree": ("parallel: {ulysses_degree: 0}", ":1: parallel.ulysses_degree: expected a value of at least 1"),
+    "attention mode": (
+        "parallel: {attention_mode: star}",
+        ":1: parallel.attention_mode: expected one of none, ring, ulysses, hybrid or null, found 'star' (text)",
+    ),
+    "sequence_parallel": (
+        "model: {sequence_parallel: yes please}",
+        ":1: model.sequence_parallel: expected an integer or true or false, found 'yes please' (text)",
+    ),
     "text degree": ("parallel: {dp: two}", ":1: parallel.dp: expected an integer, found 'two' (text)"),
+    "ring is not a flag": (
+        "use_ring_attention: 3",
+        ":1: use_ring_attention: expected true or false, found 3 (an integer)",
+    ),
     # -- two names of one key
     "aliases disagree": (
         "recompute: true\ntrain:\n  recompute: false\n",
         ":3: train.recompute: contradicts recompute ({file}:1), which means the same; keep one",
     ),
     # -- features that are not built yet
-    "dp": (
-        "parallel: {dp: 2}",
-        ":1: parallel.dp: 2 is refused: several devices are not built yet; leave it at 1",
-    ),
-    "pp": (
-        "parallel: {pp: 2}",
-        ":1: parallel.pp: 2 is refused: several devices are not built yet; leave it at 1",
-    ),
-    "sequence_parallel_size": (
-        "parallel: {sequence_parallel_size: 2}",
-        ":1: parallel.sequence_parallel_size: 2 is refused: several devices are not built yet; leave it at 1",
-    ),
-    "sequence_parallel": (
-        "model: {sequence_parallel: true}",
-        ":1: model.sequence_parallel: true is refused: it splits the sequence over mp, and several "
-        "devices are not built yet",
-    ),
-    "use_ring_attention": (
-        "use_ring_attention: true",
-        ":1: use_ring_attention: 'ring' is refused: attention over several devices (ring, Ulysses) "
-        "is not built yet; leave it at 'none'",
-    ),
-    "attention_mode": (
-        "parallel: {attention_mode: ulysses}",
-        ":1: parallel.attention_mode: 'ulysses' is refused: attention over several devices (ring, "
-        "Ulysses) is not built yet; leave it at 'none'",
-    ),
-    "ring is not a flag": (
-        "use_ring_attention: 3",
-        ":1: use_ring_attention: expected true or false, found 3 (an integer)",
-    ),
-    "vocab_parallel": (
-        "parallel: {vocab_parallel: true}",
-        ":1: parallel.vocab_parallel: true is refused: several devices are not built yet; leave it at false",
-    ),
-    "optimizer_shard": (
-        "parallel: {optimizer_shard: true}",
-        ":1: parallel.optimizer_shard: true is refused: several devices are not built yet; leave it at false",
-    ),
-    "micro_batch_num": (
-        "parallel: {micro_batch_num: 4}",
-        ":1: parallel.micro_batch_num: 4 is refused: pipeline parallelism is not built yet; leave it at 1",
-    ),
     "GaLore": (
         "optimizer: {type: GaLore}",
         ":1: optimizer.type: 'galore' is refused: the GaLore optimizers are not built yet",
@@ -231,8 +201,8 @@ OVERRIDE_CASES: dict[str, tuple[list[str], str]] = {
         "command line: --optimizer.warmup_steps: 4 is longer than the training (train.max_steps = 3)",
     ),
     "not built": (
-        ["--parallel.mp", "2"],
-        "command line: --parallel.mp: 2 is refused: several devices are not built yet; leave it at 1",
+        ["--optimizer.rank", "2"],
+        "command line: --optimizer.rank: 2 is refused: the GaLore optimizers are not built yet; leave it at null",
     ),
     "no value": (["--train.max_steps"], "command line: --train.max_steps: a value is missing; expected"),
     "stray word": (["fast"], "command line: unexpected argument 'fast'; overrides are '--section.key value'"),

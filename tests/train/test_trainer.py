@@ -299,6 +299,8 @@ def test_refusals(lm_set: Path, sft_set: Path, tmp_path: Path, arguments: Argume
     refused("prepared with layout 'sft' and this run needs 'lm'", data=sft_set)
     refused("fewer samples than train.batch_size = 24", train__batch_size=24)
     refused("bf16 cannot be used on CPU: MindSpore has no bf16", train__dtype="bf16", train__device_target="auto")
+    refused("parallel.mp: 2 cannot run on CPU.*'ms-longctx dryrun'", parallel__mp=2)
+    refused("dp 2 x mp 1 x pp 1 x cp 1 = 2, but the number of workers is 1", parallel__dp=2)
     refused("tokenizer of 131 tokens, the model has only 130", model__vocab_size=130, train__max_steps=1)
     refused(r"samples of up to \d+ tokens", data__seq_length=20, train__max_steps=1)
     assert not (output / "checkpoints").exists()
