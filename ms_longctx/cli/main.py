@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None, script: tuple[str, str] | None = Non
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
-        return _run(arguments, script)
+        try:
+            return _run(arguments, script)
+        finally:
+            sys.stdout.flush()  # here, where a reader that is gone is no surprise
     except MsLongctxError as error:
         return _report(str(error), EXIT_BAD_INPUT, debug)
     except KeyboardInterrupt:
