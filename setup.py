@@ -91,7 +91,11 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=[*find_packages(include=["ms_longctx*"]), "ms_longctx.presets"],
     package_dir={"ms_longctx.presets": "yaml_configs"},
-    package_data={"ms_longctx.kernels": ["csrc/*"], "ms_longctx.presets": ["*.yaml"]},
+    package_data={
+        "ms_longctx.kernels": ["csrc/*"],
+        "ms_longctx.parallel.virtual_cluster": ["*.cc"],
+        "ms_longctx.presets": ["*.yaml"],
+    },
     ext_modules=[Extension("ms_longctx.kernels.libms_longctx_kernels", sources=[], optional=True)],
     cmdclass={"build_ext": BuildKernels},
     install_requires=REQUIREMENTS,
