@@ -74,6 +74,7 @@ class CpuFlashAttention(nn.Cell):
             )  # fmt: skip
 
         self.forward = _operator("FlashForward", spec, scale, _forward_shapes, _forward_dtypes, bprop)
+        self.backward = backward  # for those who bring out and lse themselves
 
     def construct(
         self,
