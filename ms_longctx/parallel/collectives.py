@@ -126,13 +126,13 @@ def make_ring_shift(group: Group, offset: int = 1, count: int = 1, ordered: bool
     Args:
         group: the ring.
         offset: places to move; any integer.
-        count: tensors that travel together. With more than one, ``shift(a, b, ...)`` returns a tuple of as many.
+        count: tensors that travel together, 1 to 4. With more than one, ``shift(a, b)`` returns a tuple of as many.
         ordered: keep program order (see the module).
 
     A tensor has the same shape and type on all members.
     """
-    if count < 1:
-        raise MsLongctxError(f"ring_shift: count {count} tensors; expected at least 1")
+    if not 1 <= count <= 4:
+        raise MsLongctxError(f"ring_shift of {count} tensors; expected 1 to 4")
     if offset % group.size == 0:
         return _identity if count == 1 else _identities
     return _backend().make_ring_shift(group.ranks, group.index, offset % group.size, count, ordered)

@@ -63,7 +63,7 @@ def make_broadcast(ranks: Ranks, index: int, root: int, ordered: bool) -> Callab
     return broadcast_own if index == root else broadcast_other
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def hccl_group(ranks: Ranks) -> str:
     """Name of the communication group of these ranks, which is created when it is first asked for."""
     if ranks == tuple(range(communication.get_group_size())):
