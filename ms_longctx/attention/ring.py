@@ -158,6 +158,7 @@ class RingAttention(nn.Cell):
                 else:
                     out_1, lse_1 = merge_partial(out_1, lse_1, out, lse)
             keys = ahead
+        out_0 = ops.depend(out_0, keys[0])  # passed on to the next place even if nothing here is computed from them
         return ops.cast(ops.concat((out_0, out_1), 1), q.dtype), ops.concat((lse_0, lse_1), 2)
 
     def _attend(
