@@ -184,6 +184,7 @@ Interval differentiate_panel(const Problem& p, Scratch& s, int64_t index, bool m
   const Interval rows = masked ? seeing_rows(p, s, s.panel_bounds[index]) : Interval{0, static_cast<int32_t>(s.count)};
   const int64_t count = rows.high - rows.low;
   if (count <= 0) return {0, 0};
+  mlk_count_scores(count * kPanel);
   const float *query = s.query.get() + rows.low * s.stride, *d_out = s.d_out.get() + rows.low * s.stride;
   float* weights = s.weights.get() + rows.low * kPanel;
   float* d_scores = s.d_scores.get() + rows.low * kScoreStride + index * kPanel;

@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "flash_count.h"
 #include "flash_gemm.h"
 
 namespace MLK_ISA {

@@ -142,6 +142,7 @@ void attend(const Problem& p, int64_t b, Panel& panel, const KeyBounds& block, S
   const Interval keys = masked ? trim(p, b, panel, block) : Interval{0, block.end - block.begin};
   const int32_t count = keys.high - keys.low, first = block.begin + keys.low, last = block.begin + keys.high;
   if (count <= 0) return;
+  mlk_count_scores(count * kPanel);
   float* scores = scratch.scores.get();
   multiply<Layout::kRows>(count, kPanel, p.dim, scratch.keys.get() + keys.low * scratch.stride, scratch.stride,
                           panel.query, kPanel, scores, kPanel, false);
