@@ -22,9 +22,11 @@ broadcast          sum to the root, zero elsewhere
 CPU: sums of float32, float16, bfloat16 (both added in float32, rounded once), int32 and int64, in the order of the
 group's ranks, so that all ranks hold the same bits at every repetition; moves of any type. Ascend: HCCL's operators.
 
-``ordered=False`` leaves out the attribute that keeps program order in graph mode. It is for cells with a ``bprop``
-of their own, which MindSpore cannot compile together with that attribute; there let each collective depend on the
-data of the one before.
+Order in graph mode: collectives of the forward pass run in the order of the program. Each one of the backward pass
+runs after its own forward and is else ordered by its data alone. Ranks with the same graph run them in the same order;
+where graphs differ from rank to rank, let each depend on the one before, as those of successive layers do.
+``ordered=False`` leaves out the attribute that keeps program order. It is for cells with a ``bprop`` of their own,
+which MindSpore cannot compile together with that attribute; there too, chain the collectives by their data.
 """
 
 from __future__ import annotations

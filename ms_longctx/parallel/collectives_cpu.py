@@ -51,13 +51,13 @@ def _gradient_of_several(shift_back: Callable, count: int) -> Callable:
     """A gradient that takes ``count`` inputs by name, which graph mode insists on."""
 
     def of_two(a: Tensor, b: Tensor, out: Tensors, dout: Tensors) -> Tensors:
-        return shift_back(dout[0], dout[1])
+        return shift_back(ops.depend(dout[0], out[0]), dout[1])
 
     def of_three(a: Tensor, b: Tensor, c: Tensor, out: Tensors, dout: Tensors) -> Tensors:
-        return shift_back(dout[0], dout[1], dout[2])
+        return shift_back(ops.depend(dout[0], out[0]), dout[1], dout[2])
 
     def of_four(a: Tensor, b: Tensor, c: Tensor, d: Tensor, out: Tensors, dout: Tensors) -> Tensors:
-        return shift_back(dout[0], dout[1], dout[2], dout[3])
+        return shift_back(ops.depend(dout[0], out[0]), dout[1], dout[2], dout[3])
 
     return (of_two, of_three, of_four)[count - 2]
 
@@ -77,7 +77,7 @@ def _operator(
         return result_shape(kind, list(x), len(ranks), first, second)
 
     def dtype(x: Any) -> Any:
-        name = str(x).removeprefix("Tensor[").removesuffix("]")
+        name = str(x).removeprefix("Ref[").removeprefix("Tensor[").rstrip("]")  # a Parameter's type is a Ref
         if adds and name not in _ADDED_TYPES:
             raise MsLongctxError(f"{kind.name.lower()} of {name}: expected one of {', '.join(_ADDED_TYPES)}")
         return x
@@ -86,8 +86,9 @@ def _operator(
         return _custom(ranks, kind, first, second, shape, dtype, None, ordered)
     step = backward
 
+    # A gradient may be known before anything is computed (that of a sum is 1), yet must not be sent before `out` came.
     def bprop(x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        return (step(dout),)
+        return (step(ops.depend(dout, out)),)
 
     return _custom(ranks, kind, first, second, shape, dtype, bprop, ordered)
 

@@ -75,9 +75,9 @@ class Job:
     def wait(self, timeout: float = 60.0) -> list[int]:
         """Exit codes, once all have ended. Fails after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        while any(rank.process.poll() is None for rank in self.ranks):
-            for rank in self.ranks:
-                if rank.ended == 0 and rank.process.poll() is not None:
+        while running := [rank for rank in self.ranks if rank.ended == 0]:
+            for rank in running:
+                if rank.process.poll() is not None:
                     rank.ended = time.monotonic()
             assert time.monotonic() < deadline, f"not all processes ended in {timeout} s:\n{self.output()}"
             time.sleep(0.02)
