@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over all keys out of attentions over parts of them."""
 
+from collections.abc import Callable
+from typing import Any
+
 from mindspore import Tensor, ops
+
+from ms_longctx.kernels.custom import operator
 
 
 def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,6 +29,17 @@ def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
     total = ops.masked_fill(weight + other_weight, blind, 1.0)
     merged = out * _per_row(weight / total) + other_out * _per_row(other_weight / total)
     return merged, ops.select(blind, top, base + ops.log(total))
+
+
+def make_merge(implementation: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """:func:`merge_partial`; with ``cpu_kernel`` as one C++ operator."""
+    if implementation == "cpu_kernel":
+        return operator("CpMerge", _first_two, _first_two)
+    return merge_partial
+
+
+def _first_two(*arguments: Any) -> Any:
+    return arguments[:2]
 
 
 def _per_row(x: Tensor) -> Tensor:

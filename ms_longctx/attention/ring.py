@@ -15,7 +15,7 @@ from mindspore import dtype as mstype
 from ms_longctx.attention.block import make_block
 from ms_longctx.attention.flash import resolve_implementation
 from ms_longctx.attention.mask import MaskSpec
-from ms_longctx.attention.merge import merge_partial
+from ms_longctx.attention.merge import make_merge
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel.collectives import Group, make_ring_shift
 from ms_longctx.parallel.sequence import zigzag_chunks
@@ -118,7 +118,9 @@ class RingAttention(nn.Cell):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.block = make_block(spec, scale, resolve_implementation(implementation))
+        implementation = resolve_implementation(implementation)
+        self.block = make_block(spec, scale, implementation)
+        self.merge = make_merge(implementation)
         # Cells with a bprop cannot hold ordered collectives; here each one waits for the one before by data.
         self.shift = make_ring_shift(group, 1, count=4, ordered=False)
         self.shift_gradients = make_ring_shift(group, 1, count=4, ordered=False)
@@ -154,9 +156,9 @@ class RingAttention(nn.Cell):
             for i in range(2 if step == 0 else 0, len(plan[step])):
                 out, lse = self._attend(plan[step][i], step, queries, keys, ids, documents, slopes)
                 if plan[step][i][0] == 0:
-                    out_0, lse_0 = merge_partial(out_0, lse_0, out, lse)
+                    out_0, lse_0 = self.merge(out_0, lse_0, out, lse)
                 else:
-                    out_1, lse_1 = merge_partial(out_1, lse_1, out, lse)
+                    out_1, lse_1 = self.merge(out_1, lse_1, out, lse)
             keys = ahead
         out_0 = ops.depend(out_0, keys[0])  # passed on to the next place even if nothing here is computed from them
         return ops.cast(ops.concat((out_0, out_1), 1), q.dtype), ops.concat((lse_0, lse_1), 2)
