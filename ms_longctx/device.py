@@ -32,13 +32,12 @@ def select_device(target: str = "auto") -> str:
     ``auto`` takes the first of Ascend, GPU, CPU that initialises. Call it before the first operator.
 
     Raises:
-        DeviceError: unknown target, a version outside the supported range, several workers, or a device that
-            this MindSpore cannot initialise; the message gives the reason.
+        DeviceError: unknown target, a version outside the supported range, or a device that this MindSpore cannot
+            initialise; the message gives the reason.
     """
     if target not in TARGETS:
         raise DeviceError(f"device_target {target!r} is unknown; expected one of {', '.join(TARGETS)}")
     check_versions()
-    _refuse_several_workers()
     import mindspore as ms
 
     if target == "auto":
@@ -126,13 +125,6 @@ def _set_device(ms: Any, target: str) -> None:
                 f"device_target {target} cannot be used: this process already runs on "
                 f"{ms.get_context('device_target')}; choose the device before the first operator"
             ) from error
-
-
-def _refuse_several_workers() -> None:
-    for name in ("MS_WORKER_NUM", "OMPI_COMM_WORLD_SIZE", "RANK_SIZE"):
-        value = os.environ.get(name, "1")
-        if value.isdigit() and int(value) > 1:
-            raise DeviceError(f"{name}={value}: several devices are not built yet; start one process alone")
 
 
 def _installed(package: str) -> str | None:

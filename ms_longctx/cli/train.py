@@ -30,17 +30,23 @@ def run(args: argparse.Namespace) -> int:
     if not getattr(args, "debug", False):
         # MindSpore's own warnings would tear the progress bar; its errors stay.
         os.environ.setdefault("GLOG_v", "3")
+    from ms_longctx.parallel.world import share_cores
+
+    share_cores(os.environ)
     from ms_longctx.train.trainer import Trainer
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    summary = Trainer(config, overwrite=args.overwrite).train()
-    if summary.stopped_by is not None and summary.step < summary.total_steps:
+    trainer = Trainer(config, overwrite=args.overwrite)
+    summary = trainer.train()
+    stopped = summary.stopped_by is not None and summary.step < summary.total_steps
+    if trainer.workers.is_main and stopped:
+        launcher = "" if trainer.workers.count == 1 else f"{trainer.world.launcher} with the same options and "
         print(f"stopped after step {summary.step} of {summary.total_steps}; saved {summary.checkpoint}")
-        print(f"go on with: {resume_command(sys.argv)}")
-        return 128 + summary.stopped_by
-    print(f"trained {summary.step} steps; saved {summary.checkpoint}")
-    print(f"loss curve: {config.train.output_dir}/loss.png, metrics: {config.train.output_dir}/metrics.jsonl")
-    return 0
+        print(f"go on with: {launcher}{resume_command(sys.argv)}")
+    elif trainer.workers.is_main:
+        print(f"trained {summary.step} steps; saved {summary.checkpoint}")
+        print(f"loss curve: {config.train.output_dir}/loss.png, metrics: {config.train.output_dir}/metrics.jsonl")
+    return 128 + summary.stopped_by if stopped and summary.stopped_by else 0
 
 
 def resume_command(argv: list[str]) -> str:

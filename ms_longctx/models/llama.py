@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import ArrayLike, NDArray
 
+from ms_longctx.attention.context_parallel import ContextParallelAttention
 from ms_longctx.attention.flash import FlashAttention
 from ms_longctx.attention.mask import MaskSpec
 from ms_longctx.config.model import LlamaConfig
@@ -23,8 +24,10 @@ from ms_longctx.nn.linear import Linear
 from ms_longctx.nn.loss import LinearCrossEntropy
 from ms_longctx.nn.mlp import MLP
 from ms_longctx.nn.norm import RMSNorm
+from ms_longctx.nn.qkv import SplitQKV
 from ms_longctx.nn.rope import RotaryTables
 from ms_longctx.nn.rotary import RotaryEmbedding
+from ms_longctx.parallel.strategy import Strategy
 
 
 class LlamaAttention(nn.Cell):
@@ -45,19 +48,27 @@ class LlamaAttention(nn.Cell):
         options = (config.attention_bias, dtype, config.initializer_range)
         if self.parallel_attention:
             self.qkv_proj = Linear(config.hidden_size, q_size + 2 * kv_size, *options)
+            self.split_qkv = SplitQKV(self.num_heads // self.kv_heads, self.head_dim)
         else:
             self.q_proj = Linear(config.hidden_size, q_size, *options)
             self.k_proj = Linear(config.hidden_size, kv_size, *options)
             self.v_proj = Linear(config.hidden_size, kv_size, *options)
         self.o_proj = Linear(q_size, config.hidden_size, *options)
         self.rotary = RotaryEmbedding()
-        implementation = "auto" if config.use_flash_attention else "reference"
+        self.implementation = "auto" if config.use_flash_attention else "reference"
         alibi = not self.use_rope
         self.slopes = Tensor(alibi_slopes(self.num_heads)) if alibi else None
         plain = MaskSpec(causal=True, window=config.sliding_window, alibi=alibi)
         packed = MaskSpec(causal=True, window=config.sliding_window, alibi=alibi, documents=True)
-        self.attention = FlashAttention(plain, implementation=implementation)
-        self.packed_attention = FlashAttention(packed, implementation=implementation)
+        self.attention = FlashAttention(plain, implementation=self.implementation)
+        self.packed_attention = FlashAttention(packed, implementation=self.implementation)
+
+    def set_context_parallel(self, strategy: Strategy, rank: int) -> None:
+        """See :meth:`LlamaForCausalLM.set_context_parallel`."""
+        self.attention, self.packed_attention = (
+            ContextParallelAttention(cell.spec, strategy, rank, implementation=self.implementation)
+            for cell in (self.attention, self.packed_attention)
+        )
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
@@ -92,11 +103,7 @@ class LlamaAttention(nn.Cell):
         """Queries ``(B, S, H, D)`` and keys and values ``(B, S, Hkv, D)``, rotated."""
         batch, length = x.shape[:2]
         if self.parallel_attention:
-            group = self.num_heads // self.kv_heads
-            qkv = ops.reshape(self.qkv_proj(x), (batch, length, self.kv_heads, group + 2, self.head_dim))
-            q = ops.reshape(qkv[:, :, :, :group], (batch, length, self.num_heads, self.head_dim))
-            k = qkv[:, :, :, group]
-            v = qkv[:, :, :, group + 1]
+            q, k, v = self.split_qkv(self.qkv_proj(x))
         else:
             q = ops.reshape(self.q_proj(x), (batch, length, self.num_heads, self.head_dim))
             k = ops.reshape(self.k_proj(x), (batch, length, self.kv_heads, self.head_dim))
@@ -116,11 +123,12 @@ class LlamaDecoderLayer(nn.Cell):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.initializer_range)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.add = ops.Add()
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         h = self.self_attn(self.input_layernorm(x), cos, sin, documents)
         x, h = self.post_attention_layernorm(x, h)
-        return x + self.mlp(h)
+        return self.add(x, self.mlp(h))
 
     def cached(
         self,
@@ -135,7 +143,7 @@ class LlamaDecoderLayer(nn.Cell):
         """The same layer over a chunk of tokens whose predecessors are in ``cache``."""
         h = self.self_attn.cached(self.input_layernorm(x), cos, sin, cache, layer, offsets, kv_documents)
         x, h = self.post_attention_layernorm(x, h)
-        return x + self.mlp(h)
+        return self.add(x, self.mlp(h))
 
 
 class LlamaModel(nn.Cell):
@@ -148,6 +156,7 @@ class LlamaModel(nn.Cell):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, config.initializer_range)
         self.layers = nn.CellList([LlamaDecoderLayer(config, dtype) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.sequence_pieces = 1  # of which this process has one, see LlamaForCausalLM.set_context_parallel
         if self.use_rope:
             self.rope = RotaryTables(config)
 
@@ -157,7 +166,7 @@ class LlamaModel(nn.Cell):
         x = ops.cast(self.embed_tokens(input_ids), self.compute_dtype)
         cos, sin = None, None
         if self.use_rope:
-            cos, sin = self.rope(input_ids.shape[1], position_ids)
+            cos, sin = self.rope(input_ids.shape[1] * self.sequence_pieces, position_ids)
         for layer in self.layers:
             x = layer(x, cos, sin, document_ids)
         return self.norm(x)
@@ -310,13 +319,35 @@ class LlamaForCausalLM(nn.Cell):
 
         return generate(self, input_ids, **options)
 
-    def set_recompute(self) -> None:
-        """Keep only each decoder layer's input for the backward pass and compute the rest again.
+    def set_context_parallel(self, strategy: Strategy, rank: int) -> None:
+        """From now on inputs and outputs are this process's piece of each sequence, and attention reaches all pieces.
+
+        Pieces are those of :func:`ms_longctx.parallel.sequence.split_sequence`; ``position_ids`` must be given. Call it
+        once, before :meth:`set_recompute` and before the model is compiled.
+
+        Args:
+            strategy: degrees of context parallelism.
+            rank: of this process among all workers; the others of its group must call the model with it.
+        """
+        self.model.sequence_pieces = strategy.cp
+        for layer in self.model.layers:
+            layer.self_attn.set_context_parallel(strategy, rank)
+
+    def set_recompute(self, selective: bool = False, **communication: bool) -> None:
+        """Compute activations again in the backward pass instead of keeping them.
 
         Call it once, before the model is compiled; MindSpore cannot take it back.
+
+        Args:
+            selective: norms and the gate of the MLP, which are cheap; otherwise everything but each decoder layer's
+                input.
+            communication: ``mp_comm_recompute`` and ``parallel_optimizer_comm_recompute`` of MindSpore's
+                ``Cell.recompute``, on several devices.
         """
         for layer in self.model.layers:
-            layer.recompute()
+            parts = (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp.act) if selective else (layer,)
+            for part in parts:
+                part.recompute(**communication)
 
 
 class CachedLlama(nn.Cell):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -142,6 +142,22 @@ def join_world(target: str, timeout: float | None = None, join_timeout: float | 
         raise LaunchError(f"{launch.size} workers, but this process was given no rank; start them by msrun or mpirun")
     comm.join(launch.job, launch.rank, launch.size, timeout, join_timeout)
     return World(launch.rank, launch.size, target, launch.launcher)
+
+
+def share_cores(environment: MutableMapping[str, str]) -> None:
+    """Give each worker of this host its share of the cores, unless the user has said how many threads to use.
+
+    Threads that wait actively for cores which others hold make a step many times slower. Call it before MindSpore is
+    imported: the OpenMP runtime reads its settings once.
+    """
+    size = read_launch(environment).size
+    if size == 1:
+        return
+    cores = len(os.sched_getaffinity(0))
+    here = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    environment.setdefault("OMP_NUM_THREADS", str(max(cores // here, 1)))
+    if cores < here:
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:

@@ -19,10 +19,11 @@ from ms_longctx.models.llama import LlamaForCausalLM
 from ms_longctx.optim.adamw import AdamW
 from ms_longctx.optim.groups import decay_groups
 from ms_longctx.optim.loss_scale import DynamicLossScale
+from ms_longctx.train.workers import ALONE, Workers
 from ms_longctx.tuning import LoraConfig, get_pe_model, load_adapter
 
 
-def build_model(run: RunConfig, checkpoint: Path | None = None) -> LlamaForCausalLM:
+def build_model(run: RunConfig, checkpoint: Path | None = None, workers: Workers = ALONE) -> LlamaForCausalLM:
     """The model that a run trains, in training mode.
 
     Parameters are fp32 whatever ``train.dtype`` says; that is the type of activations and matrix products.
@@ -30,25 +31,28 @@ def build_model(run: RunConfig, checkpoint: Path | None = None) -> LlamaForCausa
     Args:
         run: its ``model.pretrained`` gives the first weights, else they are random.
         checkpoint: of this run: its weights (or adapters) replace the first ones.
+        workers: who trains; with context parallelism the model works on a piece of each sequence.
 
     Raises:
         MsLongctxError: files are missing or do not fit.
     """
-    architecture = _architecture(run)
+    config = architecture(run)
     weights = run.model.pretrained
     if checkpoint is not None and not run.lora.enabled:
         weights = str(checkpoint)
     compute_dtype = as_dtype(run.train.dtype)
     if weights is None:
-        model = LlamaForCausalLM(architecture, ms.float32, compute_dtype)
+        model = LlamaForCausalLM(config, ms.float32, compute_dtype)
     else:
-        model = LlamaForCausalLM.from_pretrained(weights, ms.float32, compute_dtype, **architecture.to_dict())
+        model = LlamaForCausalLM.from_pretrained(weights, ms.float32, compute_dtype, **config.to_dict())
     if run.lora.enabled:
         get_pe_model(model, LoraConfig.from_section(run.lora), run.train.seed)
         if checkpoint is not None:
             load_adapter(model, checkpoint)
+    if workers.strategy.cp > 1:
+        model.set_context_parallel(workers.strategy, workers.rank)
     if run.train.recompute:
-        model.set_recompute()
+        model.set_recompute(selective=run.train.recompute == "selective")
     model.set_train()
     return model
 
@@ -105,7 +109,8 @@ def copy_tokenizer(run: RunConfig, directory: Path) -> None:
     write_tokenizer(Path(run.data.tokenizer), directory)
 
 
-def _architecture(run: RunConfig) -> LlamaConfig:
+def architecture(run: RunConfig) -> LlamaConfig:
+    """The model that a run describes; that of its first weights where it names some."""
     if run.model.pretrained is not None:
         return merge_architecture(run, open_checkpoint(Path(run.model.pretrained)).config)
     values = {name: getattr(run.model, name) for name in LlamaConfig.__dataclass_fields__}

@@ -25,11 +25,15 @@ class StopRequest:
 
     Must be entered in the main thread.
 
+    Args:
+        quiet: say nothing on standard error; of the workers of a job only one need answer.
+
     Attributes:
         signal: number of the signal that has arrived, or ``None``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self._tell = _ignore_text if quiet else _tell
         self.signal: int | None = None
         self._previous: dict[int, Any] = {}
 
@@ -67,15 +71,19 @@ class StopRequest:
             if number not in _SIGNALS:
                 continue
             if self.requested:
-                _tell("stopping at once; the last complete checkpoint stays valid")
+                self._tell("stopping at once; the last complete checkpoint stays valid")
                 os._exit(128 + number)
             self.signal = number
-            _tell("finishing this step, then saving; once more stops at once")
+            self._tell("finishing this step, then saving; once more stops at once")
 
 
 def _tell(message: str) -> None:
     sys.stderr.write(f"\n{message}\n")
     sys.stderr.flush()
+
+
+def _ignore_text(message: str) -> None:
+    """Another worker says it."""
 
 
 def _ignore(number: int, frame: Any) -> None:

@@ -201,6 +201,22 @@ class Monitor:
             logger.warning("%s cannot be written (%s)", path, error.strerror)
 
 
+class SilentMonitor:
+    """In place of :class:`Monitor` in workers that leave writing to the main one."""
+
+    def step(self, report: StepReport) -> None:
+        """Nothing."""
+
+    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def _progress_bar(total_steps: int, resumed_step: int) -> tqdm[Any]:
     # A terminal that reports no size (some containers) would get an empty bar.
     has_size = os.get_terminal_size(sys.stderr.fileno()).columns > 0

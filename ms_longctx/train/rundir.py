@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from ms_longctx.errors import MsLongctxError
@@ -62,6 +63,10 @@ class RunDirectory:
             self.close()
             raise
 
+    def save(self, step: int, write: Callable[[Path], None], estimated_bytes: int) -> Path:
+        """See :meth:`CheckpointStore.save`."""
+        return self.store.save(step, write, estimated_bytes)
+
     def close(self) -> None:
         """Let another run use the directory."""
         os.close(self._lock)
@@ -107,6 +112,27 @@ class RunDirectory:
                 f"{later[-1]}); add --overwrite to delete them, or set another train.output_dir"
             )
         self.store.remove_after(step)
+
+
+class FollowedDirectory:
+    """The output directory as those workers see it that leave writing to the main one.
+
+    Args:
+        path: of the directory.
+        checkpoint: what the main worker resumes from.
+    """
+
+    def __init__(self, path: Path, checkpoint: Path | None) -> None:
+        self.path = path
+        self.checkpoint = checkpoint
+        self.store = CheckpointStore(path / CHECKPOINTS)
+
+    def save(self, step: int, write: Callable[[Path], None], estimated_bytes: int) -> Path:
+        """Where the main worker saves this step."""
+        return self.store.path(step)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _checkpoint_at(path: Path) -> Path:

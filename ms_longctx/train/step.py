@@ -8,11 +8,12 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.adamw import AdamW
 from ms_longctx.train.objectives import Batch, count_supervised
+from ms_longctx.train.workers import ALONE, SumOverWorkers, Workers
 from ms_longctx.tuning.dropout import KeyedDropout
 
 COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
@@ -51,19 +52,28 @@ class TrainStep:
         optimizer: updates its ``parameters``; clips.
         accumulation_steps: micro batches of a step.
         seed: of the dropout masks, where the model has dropout (adapters). The mask of a micro batch follows
-            from this seed and the numbers of step and micro batch, so there is no state to save.
+            from this seed and the numbers of step, micro batch and worker, so there is no state to save.
+        workers: the processes that take the step together; the result is the same on all of them.
     """
 
-    def __init__(self, objective: nn.Cell, optimizer: AdamW, accumulation_steps: int = 1, seed: int = 0):
+    def __init__(
+        self,
+        objective: nn.Cell,
+        optimizer: AdamW,
+        accumulation_steps: int = 1,
+        seed: int = 0,
+        workers: Workers = ALONE,
+    ):
         self.accumulation_steps = accumulation_steps
         self._seed = seed
+        self._workers = workers
         dropouts = [cell for _, cell in objective.cells_and_names() if isinstance(cell, KeyedDropout)]
         self._dropout_key = dropouts[0].key if dropouts else None
         if accumulation_steps == 1:
-            self._whole = _WholeStep(objective, optimizer)
+            self._whole = _WholeStep(objective, optimizer, workers)
         else:
             self._accumulate = _AccumulateStep(objective, optimizer.parameters)
-            self._apply = _ApplyStep(self._accumulate.sums, optimizer)
+            self._apply = _ApplyStep(self._accumulate.sums, self._accumulate.total, optimizer, workers)
 
     def __call__(
         self, batches: Sequence[Batch], learning_rate: float, loss_scale: float = 1.0, step: int = 0
@@ -71,8 +81,9 @@ class TrainStep:
         """Run one optimizer step.
 
         Args:
-            batches: ``accumulation_steps`` micro batches with the columns ``input_ids`` and ``labels`` and,
-                if sequences are packed or padded, ``position_ids`` and ``document_ids``; ``(B, S)`` int32.
+            batches: ``accumulation_steps`` micro batches, of all workers together, with the columns ``input_ids`` and
+                ``labels`` and, if sequences are packed or padded, ``position_ids`` and ``document_ids``; int32
+                ``(dp * B, S)``.
             learning_rate: of this step.
             loss_scale: factor on the loss during the backward pass (fp16); divided out of the gradient.
             step: number of the step, for dropout.
@@ -87,18 +98,17 @@ class TrainStep:
         # Each token's loss enters with this weight: sums over micro batches are the scaled mean already.
         weight = _scalar(loss_scale / max(supervised, 1))
         rate, unscale = _scalar(learning_rate), _scalar(1.0 / loss_scale)
-        total = 0.0
         for index, batch in enumerate(batches):
             self._draw_dropout(step, index)
+            inputs = _tensors(self._workers.shard(batch))
             if self.accumulation_steps == 1:
-                loss, norm, finite = self._whole(*_tensors(batch), weight, rate, unscale)
+                total, norm, finite = self._whole(*inputs, weight, rate, unscale)
             else:
-                loss = self._accumulate(*_tensors(batch), weight)
-            total += float(loss.asnumpy())
+                self._accumulate(*inputs, weight)
         if self.accumulation_steps > 1:
-            norm, finite = self._apply(rate, unscale)
+            total, norm, finite = self._apply(rate, unscale)
         return StepResult(
-            loss=total / max(supervised, 1),
+            loss=float(total.asnumpy()) / max(supervised, 1),
             supervised_tokens=supervised,
             grad_norm=float(norm.asnumpy()),
             finite=bool(finite.asnumpy()),
@@ -106,7 +116,8 @@ class TrainStep:
 
     def _draw_dropout(self, step: int, index: int) -> None:
         if self._dropout_key is not None:
-            drawn = np.random.SeedSequence([self._seed, step, index]).generate_state(1).view(np.int32)
+            numbers = [self._seed, step, index, *([self._workers.rank] if self._workers.count > 1 else [])]
+            drawn = np.random.SeedSequence(numbers).generate_state(1).view(np.int32)
             # In place: a compiled graph does not see new data of a Parameter.
             self._dropout_key.copy_(Tensor(int(drawn[0]), ms.int32))
 
@@ -126,26 +137,29 @@ class EvalStep:
     """Loss of batches without training.
 
     Args:
-        objective: as for :class:`TrainStep`.
+        objective, workers: as for :class:`TrainStep`.
     """
 
-    def __init__(self, objective: nn.Cell):
-        self._forward = _Forward(objective)
+    def __init__(self, objective: nn.Cell, workers: Workers = ALONE):
+        self._workers = workers
+        self._forward = _Forward(objective, workers)
 
     def __call__(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and number of supervised tokens of one batch."""
         with graph_mode():
-            return float(self._forward(*_tensors(batch)).asnumpy()), count_supervised(batch)
+            loss = self._forward(*_tensors(self._workers.shard(batch)))
+            return float(loss.asnumpy()), count_supervised(batch)
 
 
 class _Forward(nn.Cell):
-    def __init__(self, objective: nn.Cell):
+    def __init__(self, objective: nn.Cell, workers: Workers):
         super().__init__(auto_prefix=False)
         self.objective = objective
+        self.sum_over_workers = SumOverWorkers(workers)
 
     @ms.jit
     def construct(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor) -> Any:
-        return self.objective(input_ids, labels, position_ids, document_ids)
+        return self.sum_over_workers((), self.objective(input_ids, labels, position_ids, document_ids))[1]
 
 
 class _WeightedLoss(nn.Cell):
@@ -163,9 +177,10 @@ class _WeightedLoss(nn.Cell):
 
 
 class _WholeStep(nn.Cell):
-    def __init__(self, objective: nn.Cell, optimizer: AdamW):
+    def __init__(self, objective: nn.Cell, optimizer: AdamW, workers: Workers):
         super().__init__(auto_prefix=False)
         self.gradient = ms.value_and_grad(_WeightedLoss(objective), None, optimizer.parameters, has_aux=True)
+        self.sum_over_workers = SumOverWorkers(workers)
         self.optimizer = optimizer
 
     @ms.jit
@@ -180,6 +195,7 @@ class _WholeStep(nn.Cell):
         unscale: Tensor,
     ) -> Any:
         (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
+        grads, total = self.sum_over_workers(grads, total)
         norm, finite = self.optimizer(grads, rate, unscale)
         return total, norm, finite
 
@@ -189,6 +205,7 @@ class _AccumulateStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.gradient = ms.value_and_grad(_WeightedLoss(objective), None, parameters, has_aux=True)
         self.sums = parameters.clone(prefix="gradient", init="zeros")
+        self.total = Parameter(Tensor(0.0, ms.float32), name="total_loss", requires_grad=False)
 
     @ms.jit
     def construct(
@@ -197,24 +214,28 @@ class _AccumulateStep(nn.Cell):
         (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
         for i in range(len(grads)):
             total = ops.depend(total, ops.assign_add(self.sums[i], grads[i]))
-        return total
+        return ops.assign_add(self.total, total)
 
 
 class _ApplyStep(nn.Cell):
     """Updates from the summed gradients and sets the sums back to zero."""
 
-    def __init__(self, sums: ParameterTuple, optimizer: AdamW):
+    def __init__(self, sums: ParameterTuple, total: Parameter, optimizer: AdamW, workers: Workers):
         super().__init__(auto_prefix=False)
         self.sums = sums
+        self.total = total
+        self.sum_over_workers = SumOverWorkers(workers)
         self.optimizer = optimizer
 
     @ms.jit
     def construct(self, rate: Tensor, unscale: Tensor) -> Any:
-        norm, finite = self.optimizer(self.sums, rate, unscale)
+        grads, total = self.sum_over_workers(self.sums, self.total + 0.0)
+        norm, finite = self.optimizer(grads, rate, unscale)
         for i in range(len(self.sums)):
             zeros = ops.depend(ops.zeros_like(self.sums[i]), norm)
             norm = ops.depend(norm, ops.assign(self.sums[i], zeros))
-        return norm, finite
+        norm = ops.depend(norm, ops.assign(self.total, ops.depend(ops.zeros_like(self.total), total)))
+        return total, norm, finite
 
 
 def _tensors(batch: Batch) -> list[Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ from ms_longctx.data.dataset import batches_per_epoch
 from ms_longctx.device import select_device
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.schedule import Schedule
-from ms_longctx.parallel.strategy import Strategy, check_device
+from ms_longctx.parallel.sequence import padded_length
+from ms_longctx.parallel.reading import check_device
+from ms_longctx.parallel.strategy import Strategy
+from ms_longctx.parallel.world import join_world
 from ms_longctx.train.build import (
     build_loss_scale,
     build_model,
@@ -32,13 +36,14 @@ from ms_longctx.train.build import (
 from ms_longctx.train.checkpoint import write_text
 from ms_longctx.train.flops import flops_per_token, peak_flops
 from ms_longctx.train.interrupt import StopRequest
-from ms_longctx.train.monitor import Monitor, StepReport, Throughput
+from ms_longctx.train.monitor import Monitor, SilentMonitor, StepReport, Throughput
 from ms_longctx.train.objectives import Batch, NextToken, count_supervised, count_tokens
 from ms_longctx.train.resume import check_changes, check_data
-from ms_longctx.train.rundir import CONFIG_FILE, RunDirectory
+from ms_longctx.train.rundir import CONFIG_FILE, FollowedDirectory, RunDirectory
 from ms_longctx.train.state import Progress, read_state, restore_state, save_state
 from ms_longctx.train.step import EvalStep, StepResult, TrainStep
 from ms_longctx.train.stream import MicroBatches, describe_set, open_evaluation_set, open_training_set
+from ms_longctx.train.workers import Workers
 from ms_longctx.tuning import count_parameters, save_adapter
 
 NO_TOKENS = "no supervised token in the batch"
@@ -78,18 +83,35 @@ class Trainer:
     def __init__(self, run: RunConfig, overwrite: bool = False):
         self.run = run
         self.manifest = open_training_set(run.data)
-        self.total_steps = _total_steps(run)
         self.device = select_device(run.train.device_target)
-        check_device(run.parallel, self.device)
-        Strategy.from_config(run, worker_num=1)  # select_device refuses more
         check_dtype(run.train.dtype, self.device)
-        section = run.train
-        self.directory = RunDirectory(Path(section.output_dir), section.keep_checkpoints, section.resume, overwrite)
-        try:
-            self._build()
-        except BaseException:
-            self.directory.close()
-            raise
+        check_device(run.parallel, self.device)
+        self.world = join_world(self.device)
+        with self.world:
+            self.workers = Workers(Strategy.from_config(run, self.world.size), self.world.rank)
+            self.total_steps = _total_steps(run, self._rows)
+            self.directory = self._open_directory(overwrite)
+            try:
+                self._build()
+            except BaseException:
+                self.directory.close()
+                raise
+
+    @property
+    def _rows(self) -> int:
+        """Sequences of a micro batch of all workers together."""
+        return self.run.train.batch_size * self.workers.strategy.dp
+
+    def _open_directory(self, overwrite: bool) -> RunDirectory | FollowedDirectory:
+        """The main worker decides which checkpoint all go on from."""
+        section = self.run.train
+        path = Path(section.output_dir)
+        if not self.workers.is_main:
+            found = self.workers.share(None)
+            return FollowedDirectory(path, None if found is None else Path(found))
+        directory = RunDirectory(path, section.keep_checkpoints, section.resume, overwrite)
+        self.workers.share(None if directory.checkpoint is None else str(directory.checkpoint))
+        return directory
 
     def _build(self) -> None:
         run, checkpoint = self.run, self.directory.checkpoint
@@ -98,7 +120,8 @@ class Trainer:
             check_changes(saved["config"], run.as_dict())
             check_data(saved["data"], describe_set(self.manifest))
         _seed_everything(run.train.seed)
-        self.model = build_model(run, checkpoint)
+        self.model = build_model(run, checkpoint, self.workers)
+        self._check_strategy()
         self.optimizer = build_optimizer(run, self.model)
         self.loss_scale = build_loss_scale(run)
         self.schedule = Schedule.from_config(run.optimizer, self.total_steps)
@@ -107,15 +130,13 @@ class Trainer:
             self.progress = restore_state(checkpoint, saved, self.optimizer, self.loss_scale)
         objective = NextToken(self.model)
         accumulation = run.train.gradient_accumulation_steps
-        self._train_step = TrainStep(objective, self.optimizer, accumulation, run.train.seed)
-        self._eval_step = EvalStep(objective)
+        self._train_step = TrainStep(objective, self.optimizer, accumulation, run.train.seed, self.workers)
+        self._eval_step = EvalStep(objective, self.workers)
         self._checks = {
             "vocab_size": self.model.config.vocab_size,
             "tokenizer": tokenizer_fingerprint(run),
         }
-        self._batches = MicroBatches(
-            run.data, run.train.batch_size, self.manifest.samples, self.progress, **self._checks
-        )
+        self._batches = MicroBatches(run.data, self._rows, self.manifest.samples, self.progress, **self._checks)
         # What does not fit is to be found now, not at the first step or evaluation.
         self._batches.open()
         if run.data.eval_path is not None:
@@ -127,18 +148,17 @@ class Trainer:
         Raises:
             MsLongctxError: too many skipped steps in a row, or the disk is full.
         """
-        stated = {key: self._stated(key) for key in sorted({key.split(".")[0] for key in self.run.given})}
-        write_text(self.directory.path / CONFIG_FILE, yaml.safe_dump(stated, sort_keys=False))
         self.monitor = self._open_monitor()
         self.monitor.say(self._describe())
         try:
-            with StopRequest() as stop:
-                self._loop(stop)
+            with self.world, StopRequest(quiet=not self.workers.is_main) as stop:
+                stopped = self._loop(stop)
                 checkpoint = self._save()
         finally:
             self.monitor.close()
             self.directory.close()
-        return Summary(self.progress.step, self.total_steps, checkpoint, stop.signal)
+        by = (stop.signal or signal.SIGTERM) if stopped else None  # the signal may have reached another worker only
+        return Summary(self.progress.step, self.total_steps, checkpoint, by)
 
     def evaluate(self) -> tuple[float, int]:
         """Mean loss in nats over the supervised tokens of ``data.eval_path``, and how many there are."""
@@ -153,12 +173,15 @@ class Trainer:
         return total / max(tokens, 1), tokens
 
     def _open_evaluation_set(self) -> ds.Dataset:
-        return open_evaluation_set(self.run.data, self.run.train.batch_size, **self._checks)
+        return open_evaluation_set(self.run.data, self._rows, **self._checks)
 
-    def _loop(self, stop: StopRequest) -> None:
+    def _loop(self, stop: StopRequest) -> bool:
+        """Whether it ended because some worker was asked to stop."""
         section, progress = self.run.train, self.progress
         batches = iter(self._batches)
-        while progress.step < self.total_steps and not stop.requested:
+        while progress.step < self.total_steps:
+            if self.workers.any(stop.requested):
+                return True
             step_batches: list[Batch] = [next(batches) for _ in range(section.gradient_accumulation_steps)]
             self._step(step_batches)
             # Evaluated before saved: a checkpoint means that everything up to its step is in the log.
@@ -166,6 +189,7 @@ class Trainer:
                 self.monitor.evaluation(progress.step, *self.evaluate())
             if self._is_due(section.save_steps):
                 self._save()
+        return stop.requested
 
     def _is_due(self, every: int | None) -> bool:
         step = self.progress.step
@@ -187,7 +211,9 @@ class Trainer:
     def _save(self) -> Path:
         parameters = list(self.model.trainable_params()) + list(self.optimizer.state().values())
         size = sum(parameter.nbytes for parameter in parameters)
-        return self.directory.store.save(self.progress.step, self._write_checkpoint, size)
+        path = self.directory.save(self.progress.step, self._write_checkpoint, size)
+        self.workers.any(False)  # no worker goes on, or ends, before the checkpoint is complete
+        return path
 
     def _write_checkpoint(self, directory: Path) -> None:
         if self.run.lora.enabled:
@@ -198,11 +224,23 @@ class Trainer:
         facts = {"config": self.run.as_dict(), "data": describe_set(self.manifest)}
         save_state(directory, self.progress, self.optimizer, self.loss_scale, facts)
 
-    def _open_monitor(self) -> Monitor:
+    def _check_strategy(self) -> None:
+        strategy = self.workers.strategy
+        length = padded_length(self.run.data.seq_length, strategy)
+        strategy.check_model(self.model.config, length, self.run.train.batch_size)
+
+    def _open_monitor(self) -> Monitor | SilentMonitor:
+        if not self.workers.is_main:
+            return SilentMonitor()
+        stated = {key: self._stated(key) for key in sorted({key.split(".")[0] for key in self.run.given})}
+        write_text(self.directory.path / CONFIG_FILE, yaml.safe_dump(stated, sort_keys=False))
         trained, _ = count_parameters(self.model)
         adapters = trained if self.run.lora.enabled else 0
         flops = flops_per_token(self.model.config, self.run.data.seq_length, adapters)
-        throughput = Throughput(flops, peak_flops(self.device, self.run.train.dtype))
+        # On a CPU the workers share the processor that the peak is measured on.
+        devices = self.workers.count if self.device == "Ascend" else 1
+        peak = peak_flops(self.device, self.run.train.dtype)
+        throughput = Throughput(flops, None if peak is None else peak * devices)
         return Monitor(
             self.directory.path,
             self.total_steps,
@@ -216,9 +254,10 @@ class Trainer:
         trained, total = count_parameters(self.model)
         section = self.run.train
         start = f"resuming after step {self.progress.step}" if self.progress.step else "starting"
+        workers = f" with {self.workers.strategy.describe()}" if self.workers.count > 1 else ""
         return (
-            f"{start}: {trained:,} of {total:,} parameters train on {self.device} in {section.dtype}, "
-            f"{self.total_steps} steps of {section.batch_size} x {section.gradient_accumulation_steps} "
+            f"{start}: {trained:,} of {total:,} parameters train on {self.device}{workers} in {section.dtype}, "
+            f"{self.total_steps} steps of {self._rows} x {section.gradient_accumulation_steps} "
             f"sequences of {self.run.data.seq_length} tokens from {self.manifest.samples:,} samples"
         )
 
@@ -246,12 +285,13 @@ def _report(
     )
 
 
-def _total_steps(run: RunConfig) -> int:
+def _total_steps(run: RunConfig, rows: int) -> int:
     section = run.train
-    batches = batches_per_epoch(str(run.data.path), section.batch_size, drop_last=run.data.drop_last)
+    batches = batches_per_epoch(str(run.data.path), rows, drop_last=run.data.drop_last)
     if not batches:
+        copies = f" x dp = {rows // section.batch_size}" if rows > section.batch_size else ""
         raise MsLongctxError(
-            f"data.path: {run.data.path} has fewer samples than train.batch_size = {section.batch_size}; "
+            f"data.path: {run.data.path} has fewer samples than train.batch_size = {section.batch_size}{copies}; "
             "prepare more data, lower the batch size, or set data.drop_last to false"
         )
     if section.max_steps is not None and section.epochs is None:
