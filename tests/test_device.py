@@ -66,13 +66,6 @@ def test_unknown_target() -> None:
         select_device("TPU")
 
 
-@pytest.mark.parametrize("name", ["MS_WORKER_NUM", "OMPI_COMM_WORLD_SIZE", "RANK_SIZE"])
-def test_several_workers_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "4")
-    with pytest.raises(DeviceError, match=f"^{name}=4: several devices are not built yet"):
-        select_device("CPU")
-
-
 @pytest.mark.parametrize(
     ("mindspore", "numpy", "message"),
     [
