@@ -54,6 +54,7 @@ RANGES: dict[str, Range] = {
     "parallel.ulysses_degree": _COUNT,
     "parallel.micro_batch_num": _COUNT,
     "parallel.pipeline_layers": _COUNT,
+    "parallel.comm_fusion": _COUNT,
     "optimizer.learning_rate": _POSITIVE,
     "optimizer.betas": _PART,
     "optimizer.eps": _POSITIVE,

@@ -86,6 +86,15 @@ class ParallelConfig:
         optimizer_shard: split the optimizer's state over the workers that hold the same weights (Ascend).
         vocab_parallel: split embedding and output layer by vocabulary over the ``mp`` group.
         pipeline_layers: decoder layers of each pipeline stage. ``None``: the same number in each.
+        mode: who decides how operators are split (Ascend): we (``semi_auto``), or MindSpore's search, which takes what
+            we say of some operators as given (``sharding_propagation``) or decides alone (``recursive_programming``).
+        recompute_communication: what ``train.recompute`` computes again it also receives again from the ``mp`` group
+            and, with ``optimizer_shard``, from the owners of weights: less memory, more traffic (Ascend).
+        comm_fusion: megabytes up to which gradients, and weights with ``optimizer_shard``, travel together (Ascend).
+            ``None``: one by one.
+        comm_overlap: communication and computation at the same time where MindSpore offers it (Ascend).
+        save_strategy, load_strategy: MindSpore's own strategy files of the parameters (Ascend). The name gets the
+            rank: ``s.ckpt`` becomes ``s_rank3.ckpt``.
     """
 
     dp: int = 1
@@ -99,6 +108,12 @@ class ParallelConfig:
     optimizer_shard: bool = False
     vocab_parallel: bool = False
     pipeline_layers: list[int] | None = None
+    mode: Literal["semi_auto", "sharding_propagation", "recursive_programming"] = "semi_auto"
+    recompute_communication: bool = False
+    comm_fusion: int | None = None
+    comm_overlap: bool = False
+    save_strategy: str | None = None
+    load_strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +152,8 @@ class TrainConfig:
         dtype: compute precision. ``fp16`` uses the dynamic loss scale below; ``bf16`` needs Ascend.
         loss_scale_init, loss_scale_window, loss_scale_min: first scale, good steps until it doubles, floor.
         max_skipped_steps: skipped steps in a row after which training stops with an error.
-        recompute: keep only layer inputs and recompute the rest in the backward pass.
+        recompute: keep only layer inputs and recompute the rest in the backward pass; ``selective`` recomputes
+            norms and the MLP's gate only, which cost little time.
         output_dir: checkpoints, metrics and pictures.
         save_steps, eval_steps: optimizer steps between checkpoints, evaluations. ``None``: only at the end.
         keep_checkpoints: how many of the newest checkpoints stay on disk.
@@ -155,7 +171,7 @@ class TrainConfig:
     loss_scale_window: int = 1000
     loss_scale_min: float = 1.0
     max_skipped_steps: int = 50
-    recompute: bool = False
+    recompute: bool | Literal["selective"] = False
     seed: int = 42
     output_dir: str = "outputs"
     save_steps: int | None = 500

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ms_longctx.config import LlamaConfig, ParallelConfig, RunConfig, load_strategy
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel.model_rules import check_model
+from ms_longctx.parallel.reading import AttentionMode, read_attention, read_micro_batches, read_sp
 
-logger = logging.getLogger(__name__)
-
-AttentionMode = Literal["ring", "ulysses", "hybrid"]
 ATTENTION_MODES: tuple[AttentionMode, ...] = ("ring", "ulysses", "hybrid")
 
 # The coordinates that vary inside a group; the others are those of the rank that asks.
@@ -111,6 +108,8 @@ class Strategy:
                 "expected at least pp"
             )
         layers = self.pipeline_layers
+        if isinstance(layers, list):  # from JSON
+            object.__setattr__(self, "pipeline_layers", tuple(layers))
         if layers is not None and (len(layers) != self.pp or min(layers) < 1):
             raise MsLongctxError(
                 f"pipeline_layers = {list(layers)} must have pp = {self.pp} numbers of at least 1, one a stage"
@@ -154,8 +153,8 @@ class Strategy:
             accumulation: micro batches of an optimizer step, for a pipeline without ``micro_batch_num``.
         """
         try:
-            cp, sequence_parallel = _read_sp(section, worker_num)
-            mode, ulysses = _read_attention(section, cp)
+            cp, sequence_parallel = read_sp(section, worker_num)
+            mode, ulysses = read_attention(section, cp)
             return cls(
                 dp=section.dp,
                 mp=section.mp,
@@ -165,7 +164,7 @@ class Strategy:
                 attention_mode=mode,
                 ulysses_degree=ulysses,
                 ring_degree=cp // ulysses,
-                micro_batch_num=_read_micro_batches(section, accumulation),
+                micro_batch_num=read_micro_batches(section, accumulation),
                 optimizer_shard=section.optimizer_shard,
                 vocab_parallel=section.vocab_parallel,
                 pipeline_layers=None if section.pipeline_layers is None else tuple(section.pipeline_layers),
@@ -261,84 +260,3 @@ class Strategy:
         parts += [text for text in ("optimizer_shard", "vocab_parallel") if getattr(self, text)]
         workers = f"{self.worker_num} worker{'s' if self.worker_num > 1 else ''}"
         return f"{workers}: {', '.join(parts)}" if parts else workers
-
-
-def check_device(section: ParallelConfig, device: str) -> None:
-    """Refuse what only Ascend can do.
-
-    Raises:
-        MsLongctxError: tensor or pipeline parallelism or a sharded optimizer on another device.
-    """
-    if device == "Ascend":
-        return
-    for key, wanted in (("mp", section.mp > 1), ("pp", section.pp > 1), ("optimizer_shard", section.optimizer_shard)):
-        if wanted:
-            value = str(getattr(section, key)).lower()
-            raise MsLongctxError(
-                f"parallel.{key}: {value} cannot run on {device}: MindSpore splits models on Ascend only; use dp and "
-                "cp here, or compile this strategy for Ascend with 'ms-longctx dryrun'"
-            )
-
-
-def _read_sp(section: ParallelConfig, worker_num: int) -> tuple[int, bool]:
-    """``(cp, sequence_parallel)``; see :meth:`Strategy.from_section`."""
-    sp = section.mp if section.sp is True else int(section.sp)
-    copies = section.dp * section.mp * section.pp
-    if copies * section.cp == worker_num:
-        if sp not in (1, section.mp):
-            raise MsLongctxError(
-                f"sp = {sp} must be 1 or mp = {section.mp}, because it splits the sequence over the mp group; to split "
-                "it over more workers use cp"
-            )
-        if sp > 1:
-            logger.info("sp = %d: sequence parallel over the mp group (the workers are dp x mp x pp x cp)", sp)
-        return section.cp, sp > 1
-    if section.cp == 1 and section.sp is not True and copies * sp == worker_num:
-        logger.warning(
-            "sp = %d is read as cp, context parallel: the workers are dp x mp x pp x sp = %d", sp, worker_num
-        )
-        return sp, False
-    degrees = f"dp {section.dp} x mp {section.mp} x pp {section.pp}"
-    message = f"{degrees} x cp {section.cp} = {copies * section.cp}"
-    if section.cp == 1 and sp > 1:
-        message += f" (and with sp {sp} read as cp: {copies * sp})"
-    raise MsLongctxError(
-        f"{message}, but the number of workers is {worker_num}; start as many as the strategy needs (msrun "
-        "--worker_num), or change its degrees"
-    )
-
-
-def _read_attention(section: ParallelConfig, cp: int) -> tuple[AttentionMode, int]:
-    """``(attention_mode, ulysses_degree)``; what is left open follows from the other."""
-    mode, degree = section.attention_mode, section.ulysses_degree
-    if mode == "none" and cp > 1:
-        raise MsLongctxError(f"attention_mode 'none' cannot be with cp = {cp}; expected ring, ulysses or hybrid")
-    if degree is not None and cp % degree:
-        raise MsLongctxError(f"ulysses_degree = {degree} must divide cp = {cp}")
-    if mode in (None, "none"):
-        if degree in (None, 1):
-            return "ring", 1
-        return ("ulysses" if degree == cp else "hybrid"), int(degree or 1)
-    if mode == "hybrid":
-        if degree is None and cp > 1:
-            raise MsLongctxError(f"attention_mode 'hybrid' needs ulysses_degree, a divisor of cp = {cp}")
-        return "hybrid", degree or 1
-    implied = 1 if mode == "ring" else cp
-    if degree not in (None, implied):
-        raise MsLongctxError(
-            f"ulysses_degree = {degree} contradicts attention_mode '{mode}', whose degree is {implied} with cp = {cp}; "
-            "leave it out, or use hybrid"
-        )
-    return ("ring" if mode == "ring" else "ulysses"), implied
-
-
-def _read_micro_batches(section: ParallelConfig, accumulation: int) -> int:
-    """Micro batches of the pipeline; without a stated number the accumulated ones, and no fewer than stages."""
-    if section.micro_batch_num is None:
-        return 1 if section.pp == 1 else max(accumulation, section.pp)
-    if section.pp > 1 and accumulation not in (1, section.micro_batch_num):
-        raise MsLongctxError(
-            f"micro_batch_num = {section.micro_batch_num} contradicts train.gradient_accumulation_steps = "
-            f"{accumulation}: with a pipeline they are the same micro batches; leave one out"
-        )
-    return section.micro_batch_num

@@ -21,8 +21,8 @@ from ms_longctx.data.dataset import batches_per_epoch
 from ms_longctx.device import select_device
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.schedule import Schedule
-from ms_longctx.parallel.sequence import padded_length
 from ms_longctx.parallel.reading import check_device
+from ms_longctx.parallel.sequence import padded_length
 from ms_longctx.parallel.strategy import Strategy
 from ms_longctx.parallel.world import join_world
 from ms_longctx.train.build import (
@@ -237,10 +237,10 @@ class Trainer:
         trained, _ = count_parameters(self.model)
         adapters = trained if self.run.lora.enabled else 0
         flops = flops_per_token(self.model.config, self.run.data.seq_length, adapters)
-        # On a CPU the workers share the processor that the peak is measured on.
-        devices = self.workers.count if self.device == "Ascend" else 1
         peak = peak_flops(self.device, self.run.train.dtype)
-        throughput = Throughput(flops, None if peak is None else peak * devices)
+        if self.workers.count > 1:  # on a CPU they share one processor, whose peak none of them can measure
+            peak = peak * self.workers.count if peak is not None and self.device == "Ascend" else None
+        throughput = Throughput(flops, peak)
         return Monitor(
             self.directory.path,
             self.total_steps,

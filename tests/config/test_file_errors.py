@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "integer for bool": (
         "train: {recompute: 1}",
-        ":1: train.recompute: expected true or false, found 1 (an integer)",
+        ":1: train.recompute: expected true or false or selective, found 1 (an integer)",
     ),
     "text for bool": (
         "data: {shuffle: maybe}",

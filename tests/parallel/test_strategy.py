@@ -16,7 +16,8 @@ import pytest
 
 from ms_longctx.config import LlamaConfig, ParallelConfig, load_config
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.parallel.strategy import AXES, Coordinates, Strategy, check_device
+from ms_longctx.parallel.reading import check_device
+from ms_longctx.parallel.strategy import AXES, Coordinates, Strategy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LLAMA_7B = LlamaConfig()
