@@ -45,6 +45,7 @@ class Linear(nn.Cell):
         if bias:
             self.bias = Parameter(initializer("zeros", (out_features,), dtype), name="bias")
         self.matmul = ops.MatMul(transpose_b=True)
+        self.add = ops.Add()
         self.skinny: Callable | None = None
         self.skinny_rows = 0
         self.product: Callable | None = None
@@ -65,5 +66,5 @@ class Linear(nn.Cell):
         else:
             y = self.matmul(rows, ops.cast(self.weight, x.dtype))
         if self.bias is not None:
-            y = y + ops.cast(self.bias, x.dtype)
+            y = self.add(y, ops.cast(self.bias, x.dtype))
         return ops.reshape(y, x.shape[:-1] + (self.out_features,))

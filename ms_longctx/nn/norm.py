@@ -41,6 +41,11 @@ class RMSNorm(nn.Cell):
 
             self.kernel = make_rms_norm(eps)
             self.add_kernel = make_add_rms_norm(eps)
+        elif self.implementation == "ascend":
+            # Members, so that a parallel program can say how each of them is split.
+            self.rms_norm = ops.RmsNorm(eps)
+            self.add = ops.Add()
+            self.fuse_add = True
 
     def construct(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if self.implementation == "cpu_kernel":
@@ -51,9 +56,12 @@ class RMSNorm(nn.Cell):
         if self.implementation == "ascend":
             weight = ops.cast(self.weight, x.dtype)
             if delta is None:
-                return ops.rms_norm(x, weight, self.eps)[0]
-            out = ops.add_rms_norm(x, delta, weight, self.eps)
-            return out[2], out[0]
+                return self.rms_norm(x, weight)[0]
+            if self.fuse_add:
+                out = ops.add_rms_norm(x, delta, weight, self.eps)
+                return out[2], out[0]
+            total = self.add(x, delta)
+            return total, self.rms_norm(total, weight)[0]
         if delta is None:
             return self.normalise(x)
         total = x + delta
