@@ -104,6 +104,7 @@ def test_failure_line() -> None:
     other = f"[CRITICAL] DEVICE{_PREFIX}Allocate] out of memory\n"
     assert failure_line(noise + parallel + later + raised, 1) == "[ERROR] PARALLEL: MatMulInfo11: Invalid strategy"
     assert failure_line(noise + other + raised, 1) == "RuntimeError: Failure:operator MatMul init failed"
+    assert failure_line(noise + "ms_longctx.errors.MsLongctxError: mp = 3 is odd\n", 1) == "mp = 3 is odd"
     assert failure_line(noise + other, -11) == "the compiler crashed (SIGSEGV): [ERROR] DEVICE: out of memory"
     assert failure_line(noise, -8) == "the compiler crashed (SIGFPE): no error line in its log"
 

@@ -30,7 +30,7 @@ def failure_line(log: str, exit_code: int) -> str:
     if parallel is not None:
         reason = f"[ERROR] PARALLEL: {parallel['message']}"
     elif raised is not None:
-        reason = raised.strip()
+        reason = re.sub(r"^ms_longctx\.[\w.]*: ", "", raised.strip())  # this package's errors speak for themselves
     elif logged:
         reason = f"[ERROR] {logged[-1]['module']}: {logged[-1]['message']}"
     else:
