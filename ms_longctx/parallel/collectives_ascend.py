@@ -35,7 +35,8 @@ def make_all_to_all(ranks: Ranks, index: int, split_axis: int, concat_axis: int,
 
 def make_ring_shift(ranks: Ranks, index: int, offset: int, count: int, ordered: bool) -> Callable:
     group = hccl_group(ranks)
-    target, source = ranks[(index + offset) % len(ranks)], ranks[(index - offset) % len(ranks)]
+    # NeighborExchange counts within its group: MindSpore's backend refuses the rank of a worker beyond its size.
+    target, source = (index + offset) % len(ranks), (index - offset) % len(ranks)
 
     def shift_one(x: Tensor) -> Tensor:
         exchange = ops.NeighborExchange([target], [source], (x.shape,), (x.shape,), x.dtype, group)
