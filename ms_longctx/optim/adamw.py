@@ -55,10 +55,15 @@ class AdamW(nn.Cell):
         self.betas = tuple(betas)
         self.eps = eps
         self.max_grad_norm = max_grad_norm
+        self.clips = max_grad_norm is not None
+        self.is_mapped = choose(implementation) != "cpu_kernel"
         self.parameters = ParameterTuple([param for group in groups for param in group.params])
         self.step = Parameter(Tensor(0, ms.int32), name="step", requires_grad=False)
-        update = _KernelUpdate if choose(implementation) == "cpu_kernel" else _OperatorUpdate
-        self.updates = nn.CellList([update(group, betas, eps) for group in groups], auto_prefix=False)
+        if self.is_mapped:
+            self.updates = nn.CellList([_Update(group) for group in groups], auto_prefix=False)
+            self.mapped = _OperatorUpdate(self.updates, groups, betas, eps)
+        else:
+            self.updates = nn.CellList([_KernelUpdate(group, betas, eps) for group in groups], auto_prefix=False)
         self.lr_scales = tuple(float(group.lr_scale) for group in groups)
         stops = np.cumsum([len(group.params) for group in groups]).tolist()
         self.ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
@@ -67,9 +72,12 @@ class AdamW(nn.Cell):
     def construct(self, grads: tuple, learning_rate: Tensor, grad_scale: Tensor) -> tuple:
         norm = self.norm(grads) * grad_scale
         finite = ops.isfinite(norm)
-        if self.max_grad_norm is not None:
+        if self.clips:
             grad_scale = grad_scale * ops.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
         step = self.step + ops.cast(finite, ms.int32)
+        if self.is_mapped:
+            norm = ops.depend(norm, self.mapped(grads, learning_rate, step, grad_scale, finite))
+            return ops.depend(norm, ops.assign(self.step, step)), finite
         for i, update in enumerate(self.updates):
             start, stop = self.ranges[i]
             done = update(grads[start:stop], learning_rate * self.lr_scales[i], step, grad_scale, finite)
@@ -130,10 +138,7 @@ class AdamW(nn.Cell):
 
 
 class _Update(nn.Cell):
-    """State of one group. Subclasses update it in ``construct`` unless ``finite`` is false.
-
-    ``step`` is int32, 1 for the first update; the result only says that the update is done.
-    """
+    """State of one group."""
 
     def __init__(self, group: ParamGroup) -> None:
         super().__init__(auto_prefix=False)
@@ -149,17 +154,12 @@ class _Update(nn.Cell):
         masters = [master for master, low in zip(self.masters, self.low_precision, strict=True) if low]
         return {param.name: param for param in [*self.exp_avg, *self.exp_avg_sq, *masters]}
 
-    def round_masters(self, done: Tensor) -> Tensor:
-        """Copy the fp32 values to the low-precision parameters after ``done``."""
-        for i in range(len(self.params)):
-            if self.low_precision[i]:
-                rounded = ops.cast(ops.depend(self.masters[i], done), self.params[i].dtype)
-                done = ops.depend(done, ops.assign(self.params[i], rounded))
-        return done
-
 
 class _KernelUpdate(_Update):
-    """All parameters of the group in one call of the fused CPU kernel."""
+    """All parameters of the group in one call of the fused CPU kernel, unless ``finite`` is false.
+
+    ``step`` is int32, 1 for the first update; the result only says that the update is done.
+    """
 
     def __init__(self, group: ParamGroup, betas: tuple[float, float], eps: float) -> None:
         super().__init__(group)
@@ -174,39 +174,95 @@ class _KernelUpdate(_Update):
         state = (self.masters, self.exp_avg, self.exp_avg_sq)
         return self.round_masters(self.kernel(learning_rate, step, grad_scale, skip, *state, grads))
 
+    def round_masters(self, done: Tensor) -> Tensor:
+        """Copy the fp32 values to the low-precision parameters after ``done``."""
+        for i in range(len(self.params)):
+            if self.low_precision[i]:
+                rounded = ops.cast(ops.depend(self.masters[i], done), self.params[i].dtype)
+                done = ops.depend(done, ops.assign(self.params[i], rounded))
+        return done
 
-class _OperatorUpdate(_Update):
-    """MindSpore's AdamWeightDecay, which has no bias correction: it is moved into its scalars.
 
-    With ``c1 = 1 - beta1^t``, ``c2 = sqrt(1 - beta2^t)``: ``(m / c1) / (sqrt(v) / c2 + eps)`` is ``c2 / c1``
-    times ``m / (sqrt(v) + eps * c2)``, so learning rate, eps and decay become ``lr * c2 / c1``, ``eps * c2``
-    and ``decay * c1 / c2``.
+class _OperatorUpdate(nn.Cell):
+    """All groups in one map of MindSpore's AdamWeightDecay over the parameters.
+
+    A map and no loop, and no branch on ``finite``: a pipeline over several devices is compiled only of such a step, and
+    takes out of it what belongs to other stages.
+
+    The operator has no bias correction: it is moved into its scalars. With ``c1 = 1 - beta1^t``,
+    ``c2 = sqrt(1 - beta2^t)``: ``(m / c1) / (sqrt(v) / c2 + eps)`` is ``c2 / c1`` times ``m / (sqrt(v) + eps * c2)``,
+    so learning rate, eps and decay become ``lr * c2 / c1``, ``eps * c2`` and ``decay * c1 / c2``. Where the gradient is
+    not finite, betas of 1 with rate and gradient 0 change nothing.
     """
 
-    def __init__(self, group: ParamGroup, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(group)
+    def __init__(
+        self, updates: Sequence[_Update], groups: Sequence[ParamGroup], betas: tuple[float, float], eps: float
+    ):
+        super().__init__(auto_prefix=False)
+        self.params = ParameterTuple([param for update in updates for param in update.params])
+        self.masters = ParameterTuple([master for update in updates for master in update.masters])
+        self.exp_avg = ParameterTuple([moment for update in updates for moment in update.exp_avg])
+        self.exp_avg_sq = ParameterTuple([moment for update in updates for moment in update.exp_avg_sq])
         # The operator rounds the betas to fp32; the corrections have to belong to the same values.
         self.beta1, self.beta2 = (Tensor(beta, ms.float32) for beta in betas)
         self.log_beta1, self.log_beta2 = (math.log(max(float(np.float32(beta)), 1e-30)) for beta in betas)
+        self.one, self.zero = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
         self.eps = eps
-        self.weight_decay = group.weight_decay
+        self.decays = tuple(float(group.weight_decay) for group in groups for _ in group.params)
+        self.lr_scales = tuple(float(group.lr_scale) for group in groups for _ in group.params)
+        self.has_masters = any(param.dtype != ms.float32 for param in self.params)
         self.adam = ops.AdamWeightDecay()
+        self.select = ops.Select()  # ops.select is Python with branches in it
+        self.map = ops.HyperMap()
 
-    def construct(
-        self, grads: tuple, learning_rate: Tensor, step: Tensor, grad_scale: Tensor, finite: Tensor
-    ) -> Tensor:
-        done = ops.cast(finite, ms.int32)
-        if finite:
-            t = ops.cast(step, ms.float32)
-            c1 = -ops.expm1(t * self.log_beta1)
-            c2 = ops.sqrt(-ops.expm1(t * self.log_beta2))
-            rate, decay = learning_rate * c2 / c1, self.weight_decay * c1 / c2
-            scalars = (rate, self.beta1, self.beta2, self.eps * c2, decay)
-            for i in range(len(grads)):
-                grad = ops.cast(grads[i], ms.float32) * grad_scale
-                new = self.adam(self.masters[i], self.exp_avg[i], self.exp_avg_sq[i], *scalars, grad)
-                done = ops.depend(done, new)
-        return self.round_masters(done)
+    def construct(self, grads: tuple, learning_rate: Tensor, step: Tensor, grad_scale: Tensor, finite: Tensor) -> tuple:
+        t = ops.cast(ops.maximum(step, 1), ms.float32)
+        c1 = -ops.expm1(t * self.log_beta1)
+        c2 = ops.sqrt(-ops.expm1(t * self.log_beta2))
+        rate = self.select(finite, learning_rate * c2 / c1, self.zero)
+        beta1, beta2 = self.select(finite, self.beta1, self.one), self.select(finite, self.beta2, self.one)
+        update = ops.partial(_adam, self.adam, finite, grad_scale, rate, beta1, beta2, self.eps * c2, c1 / c2)
+        state = (self.masters, self.exp_avg, self.exp_avg_sq)
+        done = self.map(update, self.decays, self.lr_scales, *state, grads)
+        if self.has_masters:
+            done = self.map(ops.partial(_round, done), self.params, self.masters)
+        return done
+
+
+_adam = ops.MultitypeFuncGraph("adam")
+
+
+@_adam.register(
+    "Function", "Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Number", "Number", "Tensor",
+    "Tensor", "Tensor", "Tensor",
+)  # fmt: skip
+def _adam_one(
+    adam: Any,
+    finite: Tensor,
+    grad_scale: Tensor,
+    rate: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+    eps: Tensor,
+    decay_factor: Tensor,
+    decay: float,
+    lr_scale: float,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+) -> Tensor:
+    grad = ops.cast(grad, ms.float32) * grad_scale
+    grad = ops.Select()(finite, grad, ops.zeros_like(grad))
+    return adam(master, exp_avg, exp_avg_sq, rate * lr_scale, beta1, beta2, eps, decay * decay_factor, grad)
+
+
+_round = ops.MultitypeFuncGraph("round")
+
+
+@_round.register("Tuple", "Tensor", "Tensor")
+def _round_one(done: tuple, param: Tensor, master: Tensor) -> Tensor:
+    return ops.assign(param, ops.cast(ops.depend(master, done), param.dtype))
 
 
 def _fp32_state(param: Parameter, kind: str, value: Parameter | None = None) -> Parameter:
