@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of bench_collectives.py: ``collectives_worker.py IMPLEMENTATION MEGABYTES REPETITIONS``, under msrun.
+"""One rank of bench_collectives.py: ``collectives_worker.py MEGABYTES REPETITIONS``, under msrun.
 
-Rank 0 writes ``result.json``: for each collective the milliseconds of every repetition.
+All implementations live in the same processes and take turns, so that what else the machine does meets them alike.
+Rank 0 writes ``result.json``: ``{collective: {implementation: [milliseconds of each repetition]}}``.
 """
 
 from __future__ import annotations
@@ -13,55 +14,29 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
+from mindspore import Tensor, communication, nn, ops
 
-IMPLEMENTATION, MEGABYTES, REPETITIONS = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+from ms_longctx.parallel import collectives
+from ms_longctx.parallel.world import World, join_world
+
+MEGABYTES, REPETITIONS = float(sys.argv[1]), int(sys.argv[2])
 COUNT = int(MEGABYTES * 2**20) // 4 // 840 * 840  # float32, divided evenly by up to 8 ranks
-Collectives = dict[str, Callable[[], None]]
+WARM_UP = 3
+Runs = dict[str, Callable[[], None]]
 
 
-def ours() -> tuple[int, Collectives]:
-    """This package's operators in graph mode."""
-    import mindspore as ms
+class Call(nn.Cell):
+    def __init__(self, operator: Callable) -> None:
+        super().__init__()
+        self.operator = operator
 
-    from ms_longctx.parallel import collectives
-    from ms_longctx.parallel.world import join_world
-
-    ms.set_device("CPU")
-    world = join_world("CPU")
-    group = world.group()
-    return world.rank, _graphs(
-        all_reduce=collectives.make_all_reduce(group),
-        all_gather=collectives.make_all_gather(group),
-        reduce_scatter=collectives.make_reduce_scatter(group),
-        all_to_all=collectives.make_all_to_all(group, 0, 0),
-        ring_shift=collectives.make_ring_shift(group),
-    )
+    def construct(self, x):
+        return self.operator(x)
 
 
-def mindspore() -> tuple[int, Collectives]:
-    """MindSpore's own CPU operators in graph mode; it has no others."""
-    import mindspore as ms
-    from mindspore import communication, ops
-
-    ms.set_device("CPU")
-    communication.init()
-    return communication.get_rank(), _graphs(all_reduce=ops.AllReduce(), all_gather=ops.AllGather())
-
-
-def _graphs(**operators: Callable) -> Collectives:
-    import mindspore as ms
-    from mindspore import Tensor, nn
-
-    class Call(nn.Cell):
-        def __init__(self, operator: Callable) -> None:
-            super().__init__()
-            self.operator = operator
-
-        def construct(self, x):
-            return self.operator(x)
-
-    ms.set_context(mode=ms.GRAPH_MODE)
+def in_graph_mode(operators: dict[str, Callable]) -> Runs:
     x = Tensor(np.ones(COUNT, np.float32))
 
     def make(operator: Callable) -> Callable[[], None]:
@@ -76,37 +51,62 @@ def _graphs(**operators: Callable) -> Collectives:
     return {name: make(operator) for name, operator in operators.items()}
 
 
-def gloo() -> tuple[int, Collectives]:
+def ours(world: World) -> Runs:
+    group = world.group()
+    return in_graph_mode(
+        {
+            "all_reduce": collectives.make_all_reduce(group),
+            "all_gather": collectives.make_all_gather(group),
+            "reduce_scatter": collectives.make_reduce_scatter(group),
+            "all_to_all": collectives.make_all_to_all(group, 0, 0),
+            "ring_shift": collectives.make_ring_shift(group),
+        }
+    )
+
+
+def mindspore() -> Runs:
+    """MindSpore has no other collectives on a CPU."""
+    return in_graph_mode({"all_reduce": ops.AllReduce(), "all_gather": ops.AllGather()})
+
+
+def gloo(world: World) -> Runs:
     """torch.distributed with gloo over loopback, one thread a process like the others."""
     import torch
     from torch import distributed
 
-    rank, size = int(os.environ["MS_NODE_ID"]), int(os.environ["MS_WORKER_NUM"])
     torch.set_num_threads(1)
-    port = int(os.environ["MS_SCHED_PORT"]) + 1
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    x = torch.ones(COUNT)
-    joined = torch.empty(COUNT * size)
-    return rank, {
+    address = f"tcp://127.0.0.1:{int(os.environ['MS_SCHED_PORT']) + 1}"
+    distributed.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)
+    x, joined = torch.ones(COUNT), torch.empty(COUNT * world.size)
+    return {
         "all_reduce": lambda: distributed.all_reduce(x),
         "all_gather": lambda: distributed.all_gather_into_tensor(joined, x),
     }
 
 
+def milliseconds(run: Callable[[], None], barrier: Callable[[], None]) -> float:
+    barrier()
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
 def main() -> int:
-    if os.environ.get("MS_ROLE") == "MS_SCHED" and IMPLEMENTATION != "mindspore":
-        return 0
-    rank, collectives = {"ours": ours, "mindspore": mindspore, "gloo": gloo}[IMPLEMENTATION]()
-    results: dict[str, list[float]] = {}
-    for name, run in collectives.items():
-        for _ in range(3):
-            run()
-        results[name] = []
-        for _ in range(REPETITIONS):
-            start = time.perf_counter()
-            run()
-            results[name].append(1e3 * (time.perf_counter() - start))
-    if rank == 0:
+    ms.set_device("CPU")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    communication.init()  # for MindSpore's own collectives, which need msrun's scheduler
+    world = join_world("CPU")
+    implementations = {"ours": ours(world), "mindspore": mindspore(), "gloo": gloo(world)}
+    results: dict[str, dict[str, list[float]]] = {}
+    for name in implementations["ours"]:
+        runs = {implementation: known[name] for implementation, known in implementations.items() if name in known}
+        results[name] = {implementation: [] for implementation in runs}
+        for repetition in range(-WARM_UP, REPETITIONS):
+            for implementation, run in runs.items():
+                taken = milliseconds(run, world.barrier)
+                if repetition >= 0:
+                    results[name][implementation].append(taken)
+    if world.rank == 0:
         Path("result.json").write_text(json.dumps(results))
     return 0
 
