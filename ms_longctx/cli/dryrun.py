@@ -90,7 +90,7 @@ def _dry_run(args: argparse.Namespace, config: RunConfig, strategy: Strategy) ->
     if simulator.build_seconds:
         _say(f"built and checked the stand-in for CANN in {simulator.build_seconds:.0f} s: {simulator.root}")
     folder = Path(tempfile.mkdtemp(prefix="ms_longctx_dryrun_"))
-    keep = False
+    keep = True
     try:
         found = dry_run(config, strategy, ranks, simulator, folder, args.layers, _say)
         keep = bool(report.keep_logs(found))

@@ -68,7 +68,7 @@ sr_tag: I64(1), dtype: BF16} cnode_primal_attrs: {order: I64(1)}
 sr_tag: I64(0), dtype: F32}
       : (<Tensor[BFloat16], (), value=...>) -> (<Tensor[Float32], (4, 8)>)
   %7(n) = NeighborExchange(%6) primitive_attrs: {recv_shapes: ([2, 3]), group: "cp", recv_rank_ids: [0], \
-send_rank_ids: [3, 2], recv_type: F16, send_shapes: ([2, 3], [4])}
+send_rank_ids: [3, 2], recv_type: F16, send_shapes: ((2, 3), (4))}
       : (<Tuple[Tensor[Float16]*2], TupleShape((2, 3), (4))>) -> (<Tuple[Tensor[Float16]], TupleShape((2, 3))>)
   %8(b) = %7[@FuncUnion(@3_if_3, @4_loop_4)]()
       : () -> (<Tensor[Float32], (4, 8)>)

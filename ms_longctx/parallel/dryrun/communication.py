@@ -146,10 +146,10 @@ def _operands(operator: Operator) -> list[TensorType]:
 
 
 def _declared(operator: Operator, attribute: str) -> list[TensorType]:
-    """Tensors that an attribute describes: ``[2, 3]`` or ``([2, 3], [2, 3])``, all of one type."""
+    """Tensors that an attribute describes: ``[2, 3]``, ``([2, 3], [2])`` or ``((2, 3), (2))``, all of one type."""
     text = operator.attributes.get(attribute, "")
     dtype = _long_name(operator.attributes.get("dtype") or operator.attributes.get("recv_type") or "")
-    shapes = re.findall(r"\[([\d, ]*)\]", text)
+    shapes = re.findall(r"[\[(]([\d, ]*)[\])]", text)
     return [TensorType(dtype, tuple(int(number) for number in shape.split(",") if number.strip())) for shape in shapes]
 
 

@@ -30,7 +30,6 @@ _CALL = re.compile(r"call @([^\s(]+)\(")
 _CLOSURE_CALL = re.compile(r"%\w+\[([^\]]*)\]\(")
 _UNKNOWN_CALL = re.compile(r"%\w+\(")
 _GROUP = re.compile(r'[{ ]group: "([^"]*)"')
-_ATTRIBUTE = re.compile(r"(\w+): ([^,{}()\[\]]+|\w*\([^)]*\)|\[[^\]]*\])(?=[,}])")
 _TENSOR = re.compile(r"<(?:Ref\[)?Tensor\[(\w+)\]\]?, \(([-\d, ]*)\)|<Tuple\[(.*?)\], TupleShape\((.*?\))\)")
 _MEMBER = re.compile(r"Tensor\[(\w+)\]\]?(?:\*(\d+))?")
 
@@ -201,7 +200,22 @@ def _operator(node: str) -> Operator | None:
     group = _GROUP.search(attributes)
     if name is None or group is None:
         return None
-    return Operator(name[1], group[1], dict(_ATTRIBUTE.findall(attributes)), ())
+    return Operator(name[1], group[1], _attributes(attributes), ())
+
+
+def _attributes(text: str) -> dict[str, str]:
+    """``{a: I64(1), b: ((1, 2), [3])}`` as a dictionary of texts."""
+    found: dict[str, str] = {}
+    depth, start = 0, 1
+    for place, character in enumerate(text):
+        depth += (character in "{[(") - (character in "}])")
+        if (character == "," and depth == 1) or (character == "}" and depth == 0):
+            name, _, value = text[start:place].partition(": ")
+            found[name.strip()] = value
+            start = place + 1
+        if depth == 0:
+            break
+    return found
 
 
 def _calls(node: str) -> tuple[list[tuple[str, bool]], bool]:
