@@ -123,6 +123,8 @@ class RingAttention(nn.Cell):
         self.merge = make_merge(implementation)
         # Cells with a bprop cannot hold ordered collectives; here each one waits for the one before by data.
         self.shift = make_ring_shift(group, 1, count=4, ordered=False)
+        # One for each direction: of a function that both call, MindSpore's Ascend compiler loses the graph.
+        self.shift_again = make_ring_shift(group, 1, count=4, ordered=False)
         self.shift_gradients = make_ring_shift(group, 1, count=4, ordered=False)
         self.home = [make_ring_shift(group, -step, count=4, ordered=False) for step in range(group.size)]
         degree, place = group.size, group.index
@@ -191,15 +193,15 @@ class RingAttention(nn.Cell):
         # out, lse and their gradients of the first half, then of the second
         outs, lses = _halves(_wide(results[0])), ops.chunk(results[1], 2, 2)
         d_outs, d_lses = _halves(_wide(d_results[0])), ops.chunk(d_results[1], 2, 2)
-        # Not before its turn: sending may start only when the gradient is here.
-        keys = _halves(ops.depend(k, d_results[0])) + _halves(v)
+        # Not before its turn: when the forward trip is over and the gradient, which may not depend on it, is here.
+        keys = _halves(ops.depend(k, (results[0], d_results[0]))) + _halves(v)
         dq_0, dq_1 = _zeros(outs[0]), _zeros(outs[1])
         zero = _zeros(_wide(keys[0]))
         dk_0, dk_1, dv_0, dv_1 = zero, zero, zero, zero
         for step in range(len(plan)):
             ahead = keys
             if step + 1 < len(plan):
-                ahead = self.shift(*keys)
+                ahead = self.shift_again(*keys)
             for i in range(len(plan[step])):
                 q_half, k_half, q_chunk, k_chunk = plan[step][i]
                 k_ids = self._k_documents(documents, self.column(step, k_half, chunk), chunk)
