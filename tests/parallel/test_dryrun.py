@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ms_longctx.cli.main import main
 from ms_longctx.config import RunConfig, load_config
@@ -352,6 +356,39 @@ def test_failures(small: RunConfig, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
+def test_killed_parent(small: RunConfig, tmp_path: Path) -> None:
+    """A dry run that is killed takes the process that compiles with it."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small.as_dict()))
+    code = (
+        "import sys; from pathlib import Path; from ms_longctx.config import load_config; "
+        "from ms_longctx.parallel import virtual_cluster; from ms_longctx.parallel.strategy import Strategy; "
+        "from ms_longctx.parallel.dryrun.launch import compile_rank; "
+        "compile_rank(load_config('run.yaml'), Strategy(dp=2), 0, virtual_cluster.prepare(), Path('rank').absolute(), "
+        "'dryrun_program:compile_forever')"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    note = tmp_path / "rank" / "worker.pid"
+    try:
+        wait_until(lambda: note.exists() and note.read_text() != "" or parent.poll() is not None)
+        worker = Path("/proc") / note.read_text()
+        assert worker.exists()
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not worker.exists() or "State:\tZ" in (worker / "status").read_text())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 100.0) -> None:
+    """Until something holds; fails after a while."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_command_line(tmp_path: Path) -> None:
     """The real training program of a tiny Llama on four devices; the report is valid JSON too."""
     (tmp_path / "strategy.json").write_text('{"dp": 2, "mp": 2, "sp": 2}')
@@ -369,6 +406,36 @@ def test_command_line(tmp_path: Path) -> None:
     assert data["layers"] == {"model": data["run"]["model"]["num_hidden_layers"], "compiled": [1, 2]}
     assert data["rank_classes"][0]["compiled"]["memory_at_least"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "strategy.json"]
+
+
+WRONG = {
+    "dp 4 x mp 2 x pp 2 x cp 1 = 16, but the number of workers is 32": ("llama-7b-32k", '{"dp": 4, "mp": 2, "pp": 2}'),
+    "num_key_value_heads = 8 is below mp = 16": ("llama-70b", '{"mp": 16, "dp": 2}'),
+    "sp = 4 must be 1 or mp = 2": ("llama-7b-32k", '{"dp": 8, "mp": 2, "sp": 4, "pp": 2}'),
+    "num_hidden_layers = 80 is not divisible by pp = 32": ("llama-70b", '{"pp": 32}'),
+    "ulysses_degree = 8 must divide cp = 4": ("llama-7b-32k", '{"cp": 4, "dp": 8, "ulysses_degree": 8}'),
+    "num_attention_heads 32 / mp 2 = 16 must be divisible by ulysses_degree = 32": (
+        "llama-7b-32k",
+        '{"cp": 32, "mp": 2, "attention_mode": "ulysses"}',
+    ),
+    "micro_batch_num = 2 contradicts train.gradient_accumulation_steps = 16": (
+        "llama-7b-32k",
+        '{"dp": 8, "pp": 4, "micro_batch_num": 2}',
+    ),
+    "parallel.mp: expected an integer, found 1.5": ("llama-7b-32k", '{"dp": 32, "mp": 1.5}'),
+}
+
+
+@pytest.mark.parametrize("expected", WRONG)
+def test_wrong_strategies(expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Strategies that cannot be are refused in one line with the numbers, before anything is built."""
+    config, text = WRONG[expected]
+    (tmp_path / "s.json").write_text(text)
+    workers = "64" if '"cp": 32' in text else "32"
+    arguments = ["dryrun", "--config", config, "--parallel_config", str(tmp_path / "s.json"), "--worker_num", workers]
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert expected in lines[-1] and lines[-1].startswith("error: ")
 
 
 def test_command_line_errors(

@@ -10,10 +10,12 @@ again after the simulated step, so that a crash in between loses nothing.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from ms_longctx.parallel.dryrun.graph_file import find_graph_file, read_graph_fi
 from ms_longctx.parallel.strategy import Strategy
 
 PROGRAM = "ms_longctx.parallel.program:compile_program"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FIRST_AND_SETTLED = 2  # steps: the first one allocates, in the second the optimizer state is there already
 
 
@@ -75,6 +78,8 @@ class Result:
 
 def main(request_path: str, result_path: str) -> None:
     """Do what the request says."""
+    # Compiling takes minutes: this process must not outlive a parent that was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = Request(**json.loads(Path(request_path).read_text()))
     run = load_config(request.run)
     strategy = Strategy(**request.strategy)
