@@ -24,7 +24,7 @@ _REFUSED = {
     "optimizer.weight_decay": "the parameter groups were trained with another decay",
 }
 # Changed, they do not change a single number of the training.
-_FREE_SECTIONS = ("generation", "evaluate")
+_FREE_SECTIONS = ("generation", "evaluate", "parallel")
 _FREE = {
     "data.path",  # what the path holds is compared instead
     "data.tokenizer",
@@ -65,6 +65,8 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
     """
     refused, warnings = [], []
     free = _FREE | (_LENGTH if _ignores_length(saved) and _ignores_length(current) else set())
+    if _rows(saved) == _rows(current):
+        free = free | {"train.batch_size"}
     for section in current:
         if section in _FREE_SECTIONS:
             continue
@@ -87,6 +89,11 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
     for warning in warnings:
         logger.warning("resume: %s", warning)
     return warnings
+
+
+def _rows(sections: Sections) -> int:
+    """Sequences of a micro batch on all workers together."""
+    return int(sections["train"]["batch_size"] * sections["parallel"]["dp"])
 
 
 def _ignores_length(sections: Sections) -> bool:
