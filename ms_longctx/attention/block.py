@@ -146,11 +146,11 @@ class ReferenceBlock(nn.Cell):
         weights = ops.exp(ops.masked_fill(scores - ops.reshape(lse, rows), unseen, -1e4))
         out5, d_out5 = _by_kv_head(out, group), _by_kv_head(d_out, group)
         delta = ops.ReduceSum(True)(out5 * d_out5, -1) - ops.reshape(d_lse, rows)
-        d_scores = weights * (ops.matmul(d_out5, ops.swapaxes(_by_kv_head(v, 1), -1, -2)) - delta)
+        d_scores = weights * (ops.matmul(d_out5, ops.transpose(_by_kv_head(v, 1), (0, 1, 2, 4, 3))) - delta)
         d_scores = d_scores * self.scale(q.shape[3])
         dq = ops.matmul(d_scores, _by_kv_head(k, 1))
-        dk = ops.ReduceSum(True)(ops.matmul(ops.swapaxes(d_scores, -1, -2), _by_kv_head(q, group)), 2)
-        dv = ops.ReduceSum(True)(ops.matmul(ops.swapaxes(weights, -1, -2), d_out5), 2)
+        dk = ops.ReduceSum(True)(ops.matmul(ops.transpose(d_scores, (0, 1, 2, 4, 3)), _by_kv_head(q, group)), 2)
+        dv = ops.ReduceSum(True)(ops.matmul(ops.transpose(weights, (0, 1, 2, 4, 3)), d_out5), 2)
         return _from_kv_head(dq, group), _from_kv_head(dk, 1), _from_kv_head(dv, 1)
 
     def _scores(
@@ -166,7 +166,7 @@ class ReferenceBlock(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         """Scores (B, Hkv, H // Hkv, Sq, Sk), very low where unseen, and where that is, to be broadcast to it."""
         group = q.shape[2] // k.shape[2]
-        scores = ops.matmul(_by_kv_head(q, group), ops.swapaxes(_by_kv_head(k, 1), -1, -2)) * self.scale(q.shape[3])
+        scores = ops.matmul(_by_kv_head(q, group), ops.transpose(_by_kv_head(k, 1), (0, 1, 2, 4, 3))) * self.scale(q.shape[3])
         if self.spec.alibi:
             distance = self.distance(q.shape[1], k.shape[1], q_start, k_start)
             scores = scores + ops.reshape(slopes, (1, k.shape[2], group, 1, 1)) * distance

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of features that are not built yet: refused with that reason, never accepted and ignored.
+"""Keys and values of features that are not built yet or cannot be: refused with that reason, never accepted and ignored.
 
 A key listed here may be stated with a neutral value, which asks for nothing.
 """
@@ -33,7 +33,10 @@ class Planned:
 
 _GALORE = "the GaLore optimizers are not built yet"
 
+_RECURSIVE = "MindSpore 2.10's recursive planner fails on attention and rotation that a worker computes on its share"
+
 PLANNED: dict[str, Planned] = {
+    "parallel.mode": Planned(_RECURSIVE, values=("recursive_programming",)),
     "optimizer.type": Planned(_GALORE, values=("galore", "qgalore", "galore_adamw", "qgalore_adamw")),
     "optimizer.rank": Planned(_GALORE, neutral=(None,)),
     "optimizer.quantization_bit": Planned(_GALORE, neutral=(None,)),

@@ -86,8 +86,8 @@ class ParallelConfig:
         optimizer_shard: split the optimizer's state over the workers that hold the same weights (Ascend).
         vocab_parallel: split embedding and output layer by vocabulary over the ``mp`` group.
         pipeline_layers: decoder layers of each pipeline stage. ``None``: the same number in each.
-        mode: who decides how operators are split (Ascend): we (``semi_auto``), or MindSpore's search, which takes what
-            we say of some operators as given (``sharding_propagation``) or decides alone (``recursive_programming``).
+        mode: who decides how operators are split (Ascend): we (``semi_auto``), or MindSpore for those of which we say
+            nothing (``sharding_propagation``).
         recompute_communication: what ``train.recompute`` computes again it also receives again from the ``mp`` group
             and, with ``optimizer_shard``, from the owners of weights: less memory, more traffic (Ascend).
         comm_fusion: megabytes up to which gradients, and weights with ``optimizer_shard``, travel together (Ascend).
@@ -108,7 +108,7 @@ class ParallelConfig:
     optimizer_shard: bool = False
     vocab_parallel: bool = False
     pipeline_layers: list[int] | None = None
-    mode: Literal["semi_auto", "sharding_propagation", "recursive_programming"] = "semi_auto"
+    mode: Literal["semi_auto", "sharding_propagation"] = "semi_auto"
     recompute_communication: bool = False
     comm_fusion: int | None = None
     comm_overlap: bool = False

@@ -148,6 +148,10 @@ CASES: dict[str, tuple[str, str]] = {
         ":3: train.recompute: contradicts recompute ({file}:1), which means the same; keep one",
     ),
     # -- features that are not built yet
+    "recursive planner": (
+        "parallel: {mode: recursive_programming}",
+        ":1: parallel.mode: 'recursive_programming' is refused: MindSpore 2.10's recursive planner fails on attention",
+    ),
     "GaLore": (
         "optimizer: {type: GaLore}",
         ":1: optimizer.type: 'galore' is refused: the GaLore optimizers are not built yet",
