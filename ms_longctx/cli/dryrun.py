@@ -9,6 +9,7 @@ import logging
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,23 @@ def run(args: argparse.Namespace) -> int:
             return 0
     if args.config is None or args.worker_num is None or args.worker_num < 1:
         raise UsageError("dryrun needs --config NAME_OR_FILE and --worker_num N of at least 1")
-    config = load_run(args)
+    config = _without_weights(load_run(args))
     strategy = Strategy.from_config(config, args.worker_num)
     strategy.check_model(config.model, config.data.seq_length, config.train.batch_size)
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise UsageError(f"--json: the directory of {args.json} does not exist")
     return _dry_run(args, config, strategy)
+
+
+def _without_weights(config: RunConfig) -> RunConfig:
+    """The run with the architecture of its first weights written out: only that is needed, and layers may be cut."""
+    if config.model.pretrained is None:
+        return config
+    from ms_longctx.train.build import architecture
+
+    found = architecture(config)
+    fields = {name: getattr(found, name) for name in found.__dataclass_fields__}
+    return replace(config, model=replace(config.model, pretrained=None, **fields))
 
 
 def _clean() -> None:
@@ -94,6 +106,9 @@ def _dry_run(args: argparse.Namespace, config: RunConfig, strategy: Strategy) ->
     try:
         found = dry_run(config, strategy, ranks, simulator, folder, args.layers, _say)
         keep = bool(report.keep_logs(found))
+    except MsLongctxError:
+        keep = False
+        raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -24,6 +24,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import Pipeline
 
 from ms_longctx.config import RunConfig
+from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel.strategy import Strategy
 
 
@@ -116,6 +117,11 @@ def compile_without_step(run: RunConfig, strategy: Strategy) -> Program:
 class _Broken(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         raise RuntimeError("no memory model for this operator")
+
+
+def compile_refused(run: RunConfig, strategy: Strategy) -> Program:
+    """The package itself refuses the run."""
+    raise MsLongctxError("lora.enabled: adapters are not split")
 
 
 def compile_forever(run: RunConfig, strategy: Strategy) -> Program:

@@ -204,6 +204,11 @@ def test_group_names() -> None:
     assert {ranks: format_ranks(ranks) for ranks in texts} == texts
 
 
+def test_sizes() -> None:
+    texts = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 1000 << 20: "1000 MiB", 3 << 29: "1.50 GiB"}
+    assert {size: report._bytes(size) for size in texts} == texts
+
+
 def test_match() -> None:
     """Two stages of two copies: what fits, and each way in which it does not."""
     strategy = Strategy(dp=2, pp=2, micro_batch_num=2)
@@ -352,6 +357,8 @@ def test_failures(small: RunConfig, tmp_path: Path) -> None:
     assert known.failure is None and known.compiled is not None and known.compiled.memory_bytes is None
     assert known.result.memory_failure == "RuntimeError: 'no memory model for this operator'"
     assert "memory: not simulated: RuntimeError" in report.as_text(unsimulated) and not unsimulated.failed
+    with pytest.raises(MsLongctxError, match="^lora.enabled: adapters are not split$"):
+        compile_small(small, strategy, [0, 1], tmp_path / "refused", program="compile_refused")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import yaml
 
 import ms_longctx
 from ms_longctx.config import RunConfig
+from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel.dryrun import worker
 from ms_longctx.parallel.dryrun.communication import Traffic, collectives, messages, summarize
 from ms_longctx.parallel.dryrun.graph_file import CompiledGraph, TensorType, find_graph_file, read_graph_file
@@ -71,6 +72,9 @@ def compile_rank(
         simulator: of this machine.
         folder: empty or missing directory for configuration, graphs and log.
         program: ``module:function`` that compiles; see :mod:`.worker`.
+
+    Raises:
+        MsLongctxError: the program refuses this run, in words of this package; other ranks would say the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
     graphs, log = folder / "graphs", folder / "log.txt"
@@ -87,6 +91,8 @@ def compile_rank(
     code = _run([worker.__name__, str(folder / "request.json"), str(result_path)], environment, folder, log)
     seconds = time.perf_counter() - start
     reason = failure_line(log.read_text(errors="replace"), code) if code else None
+    if code == worker.REFUSED:
+        raise MsLongctxError(str(reason))
     if not result_path.exists():
         return RankResult(rank, log, seconds, failure=reason or "its process ended without a result")
     found = worker.Result(**json.loads(result_path.read_text()))

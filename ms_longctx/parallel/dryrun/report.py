@@ -223,9 +223,9 @@ def _sent(size: int | None) -> str:
 
 
 def _bytes(size: float) -> str:
-    """``1.50 GiB``; three digits are enough."""
+    """``1.50 GiB``, ``12.3 MiB``, ``512 B``."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"

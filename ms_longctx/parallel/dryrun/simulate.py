@@ -80,14 +80,15 @@ def dry_run(
         program: see :mod:`.worker`.
 
     Raises:
-        MsLongctxError: ``layers`` does not suit the pipeline.
+        MsLongctxError: ``layers`` does not suit the pipeline, or the program refuses this run.
     """
-    full = run.model.num_hidden_layers
+    asked, full = run, run.model.num_hidden_layers
     counts: tuple[int, ...] = (full,)
     compiled_strategy = strategy
     if layers is not None:
         compiled_strategy, fewer = cut(strategy, layers, full)
         counts = (fewer, layers)
+        run = replace(run, parallel=replace(run.parallel, pipeline_layers=None))
     reports = []
     classes = rank_classes(strategy, ranks)
     for place, known in enumerate(classes, start=1):
@@ -105,7 +106,7 @@ def dry_run(
         for report in reports
         if report.result.point_to_point is not None and report.failure is None
     }
-    return DryRun(run, strategy, simulator, counts, reports, match(strategy, classes, traffic))
+    return DryRun(asked, strategy, simulator, counts, reports, match(strategy, classes, traffic))
 
 
 def _report(

@@ -18,15 +18,18 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ms_longctx.config import RunConfig, load_config
+from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel.dryrun.graph_file import find_graph_file, read_graph_file
 from ms_longctx.parallel.strategy import Strategy
 
 PROGRAM = "ms_longctx.parallel.program:compile_program"
+REFUSED = 2  # exit code: this package itself says that the run cannot be
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FIRST_AND_SETTLED = 2  # steps: the first one allocates, in the second the optimizer state is there already
 
@@ -124,8 +127,13 @@ def _start_from_zero(cell: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    try:
+        main(sys.argv[1], sys.argv[2])
+        code = 0
+    except MsLongctxError:
+        traceback.print_exc()
+        code = REFUSED
     # The exit of a simulated process takes seconds and may crash; all it would free is not real.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
