@@ -166,7 +166,9 @@ class ReferenceBlock(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         """Scores (B, Hkv, H // Hkv, Sq, Sk), very low where unseen, and where that is, to be broadcast to it."""
         group = q.shape[2] // k.shape[2]
-        scores = ops.matmul(_by_kv_head(q, group), ops.transpose(_by_kv_head(k, 1), (0, 1, 2, 4, 3))) * self.scale(q.shape[3])
+        # Not ops.swapaxes: in the gradient on Ascend MindSpore's compiler loses the graph of that Python function.
+        scores = ops.matmul(_by_kv_head(q, group), ops.transpose(_by_kv_head(k, 1), (0, 1, 2, 4, 3)))
+        scores = scores * self.scale(q.shape[3])
         if self.spec.alibi:
             distance = self.distance(q.shape[1], k.shape[1], q_start, k_start)
             scores = scores + ops.reshape(slopes, (1, k.shape[2], group, 1, 1)) * distance

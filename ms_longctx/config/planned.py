@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of features that are not built yet or cannot be: refused with that reason, never accepted and ignored.
+"""Keys and values of what is not built yet or cannot be: refused with that reason, never accepted and ignored.
 
 A key listed here may be stated with a neutral value, which asks for nothing.
 """
