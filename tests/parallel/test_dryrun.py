@@ -279,6 +279,12 @@ def test_layers_that_cannot_stand_for_all() -> None:
             cut(strategy, layers, 32)
 
 
+class SmallDevice(virtual_cluster.Simulator):
+    """A cluster of devices with a mebibyte each."""
+
+    device_bytes = 1 << 20  # type: ignore[assignment]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run of six layers, whose programs are those of ``dryrun_program.py``."""
@@ -318,6 +324,9 @@ def test_pipeline_program(small: RunConfig, tmp_path: Path) -> None:
         assert along["Send", "pp"].operand_bytes == along["Receive", "pp"].operand_bytes == 2 * activation
     assert (dry.match.messages, dry.match.problems, dry.failed) == (4, [], False)
     text = report.as_text(dry)
+    assert "DOES NOT FIT" not in text
+    small_device = dataclasses.replace(dry, simulator=SmallDevice(dry.simulator.root))
+    assert report.as_text(small_device).count("DOES NOT FIT: rank ") == 2
     assert "layers.*.up" in text and f"[{hidden}, {wide // 2}]" in text and "point to point: 4 messages" in text
     data = json.loads(json.dumps(report.as_data(dry)))
     shapes = {row["name"]: (row["full_shape"], row["shape"]) for row in data["rank_classes"][1]["parameters"]}

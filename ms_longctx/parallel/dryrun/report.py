@@ -40,6 +40,7 @@ def _lines(dry: DryRun) -> Iterator[str]:
         yield ""
         yield f"extrapolated to {full} layers on a straight line through the programs of {counts} layers, not compiled:"
         yield from _summary(dry, [(report, report.extrapolated) for report in dry.classes], is_compiled=False)
+    yield from _too_large(dry)
     described: dict[str, int] = {}
     for report in dry.classes:
         yield ""
@@ -81,6 +82,16 @@ def _summary(
         cells.append("?" if amounts.memory_bytes is None else _bytes(amounts.memory_bytes))
         table.append([*cells, f"{report.result.compile_seconds:.1f} s"] if is_compiled else cells)
     yield from _table(table)
+
+
+def _too_large(dry: DryRun) -> Iterator[str]:
+    device = dry.simulator.device_bytes
+    for report in dry.classes:
+        amounts = report.extrapolated or report.compiled
+        needed = None if amounts is None else amounts.memory_bytes
+        if device is not None and needed is not None and needed > device:
+            sizes = f"at least {_bytes(needed)}, a device has {_bytes(device)}"
+            yield f"DOES NOT FIT: rank {report.ranks.rank} needs {sizes}"
 
 
 def _class_lines(dry: DryRun, report: ClassReport, described: dict[str, int]) -> Iterator[str]:

@@ -58,6 +58,11 @@ class Simulator:
             return "MindSpore's simulation with the installed CANN"
         return f"MindSpore's simulation with a stand-in for CANN ({SOC}, {DEVICE_GIB} GiB)"
 
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of a simulated device; ``None`` where the installed CANN decides."""
+        return None if self.root is None else DEVICE_GIB << 30
+
     def environment(self, rank: int, worker_num: int, level: int = 1) -> dict[str, str]:
         """Variables of a process that is rank ``rank`` of ``worker_num`` simulated devices.
 
