@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ms_longctx.cli.options import UsageError, add_config_options, load_run
+from ms_longctx.cli.options import UsageError, load_run
 from ms_longctx.config import RunConfig
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel import virtual_cluster
@@ -30,7 +30,10 @@ def add_parser(subparsers: Any) -> None:
         description="Compile the training program of every kind of rank for Ascend on this machine, and show pipeline "
         "stage, weight slices, communication, a lower bound of memory, and whether the ranks fit together.",
     )
-    add_config_options(parser)
+    parser.add_argument("--config", metavar="NAME_OR_FILE", help="preset name or YAML file")
+    parser.set_defaults(overrides=[])
+    parser.epilog = "Any key of the configuration can be set with '--section.key value': --data.seq_length 131072."
+    parser.add_argument("--parallel_config", metavar="FILE", help='strategy file, e.g. {"dp": 4, "mp": 2, "pp": 2}')
     parser.add_argument("--worker_num", type=int, metavar="N", help="number of devices")
     parser.add_argument(
         "--ranks",
