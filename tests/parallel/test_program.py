@@ -88,12 +88,12 @@ def test_pipeline_with_sharded_optimizer(tmp_path: Path) -> None:
 
 
 def test_context_parallel_inside(tmp_path: Path) -> None:
-    overrides = ["--parallel.dp=2", "--parallel.mp=2", "--parallel.cp=4", "--parallel.ulysses_degree=2"]
+    overrides = ["--parallel.dp=2", "--parallel.mp=2", "--parallel.cp=4", "--parallel.attention_mode=ulysses"]
     result = compiled(tmp_path, 5, *overrides)
     counts = operators(result)
-    # Rank 5 is dp 0, ring 1, ulysses 0, mp 1.
-    assert counts["AlltoAll", (5, 7)] >= 8 and counts["NeighborExchange", (1, 5)] > 0
-    assert {kind for kind, _ in counts} == {"AlltoAll", "NeighborExchange", "AllReduce", "AllGather"}
+    # Rank 5 is dp 0, cp 2, mp 1. Heads and tokens change places before and after attention, forward and backward.
+    assert counts["AlltoAll", (1, 3, 5, 7)] >= 8
+    assert {kind for kind, _ in counts} == {"AlltoAll", "AllReduce", "AllGather"}
     assert result["inputs"] == [[2 * 4, 64]] * 4
 
 
