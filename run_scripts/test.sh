@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and passes the checks and tests:  run_scripts/test.sh [--fast] [pytest arguments]
 #   --fast   skip the tests marked slow
+#   --all    also those marked long, which take minutes each
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT" || exit 1
 
-selection=()
-if [ "${1:-}" = --fast ]; then
-    selection=(-m "not slow")
-    shift
-fi
+selection=(-m "not long")
+case "${1:-}" in
+    --fast) selection=(-m "not slow and not long"); shift ;;
+    --all) selection=(); shift ;;
+esac
 
 ensure_venv dev || exit 1
 step "fetching the real models that tests use" "$PY" -c "

@@ -14,6 +14,10 @@ from ms_longctx.nn.backend import implementation as choose
 from ms_longctx.optim.clip import GlobalNorm
 from ms_longctx.optim.groups import ParamGroup
 
+# Each turn of an unrolled loop nests what follows it one level deeper, and MindSpore ends at 1000 levels: a loop over
+# all parameters of a model is cut into calls of this many turns.
+LOOP_PIECE = 32
+
 
 class AdamW(nn.Cell):
     """``torch.optim.AdamW`` behind ``torch.nn.utils.clip_grad_norm_``, for graph mode and PyNative.
@@ -172,11 +176,14 @@ class _KernelUpdate(_Update):
     ) -> Tensor:
         skip = ops.logical_not(finite)
         state = (self.masters, self.exp_avg, self.exp_avg_sq)
-        return self.round_masters(self.kernel(learning_rate, step, grad_scale, skip, *state, grads))
+        done = self.kernel(learning_rate, step, grad_scale, skip, *state, grads)
+        for start in range(0, len(self.params), LOOP_PIECE):
+            done = self.round_masters(done, start, min(start + LOOP_PIECE, len(self.params)))
+        return done
 
-    def round_masters(self, done: Tensor) -> Tensor:
+    def round_masters(self, done: Tensor, start: int, stop: int) -> Tensor:
         """Copy the fp32 values to the low-precision parameters after ``done``."""
-        for i in range(len(self.params)):
+        for i in range(start, stop):
             if self.low_precision[i]:
                 rounded = ops.cast(ops.depend(self.masters[i], done), self.params[i].dtype)
                 done = ops.depend(done, ops.assign(self.params[i], rounded))

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.optim.adamw import AdamW
+from ms_longctx.optim.adamw import LOOP_PIECE, AdamW
 from ms_longctx.train.objectives import Batch, count_supervised
 from ms_longctx.train.workers import ALONE, SumOverWorkers, Workers
 from ms_longctx.tuning.dropout import KeyedDropout
@@ -212,9 +212,14 @@ class _AccumulateStep(nn.Cell):
         self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor, weight: Tensor
     ) -> Any:
         (_, total), grads = self.gradient(input_ids, labels, position_ids, document_ids, weight)
-        for i in range(len(grads)):
-            total = ops.depend(total, ops.assign_add(self.sums[i], grads[i]))
+        for start in range(0, len(grads), LOOP_PIECE):
+            total = self._add(total, self.sums[start : start + LOOP_PIECE], grads[start : start + LOOP_PIECE])
         return ops.assign_add(self.total, total)
+
+    def _add(self, total: Tensor, sums: tuple, grads: tuple) -> Tensor:
+        for i in range(len(grads)):
+            total = ops.depend(total, ops.assign_add(sums[i], grads[i]))
+        return total
 
 
 class _ApplyStep(nn.Cell):
@@ -231,11 +236,15 @@ class _ApplyStep(nn.Cell):
     def construct(self, rate: Tensor, unscale: Tensor) -> Any:
         grads, total = self.sum_over_workers(self.sums, self.total + 0.0)
         norm, finite = self.optimizer(grads, rate, unscale)
-        for i in range(len(self.sums)):
-            zeros = ops.depend(ops.zeros_like(self.sums[i]), norm)
-            norm = ops.depend(norm, ops.assign(self.sums[i], zeros))
+        for start in range(0, len(self.sums), LOOP_PIECE):
+            norm = self._clear(norm, self.sums[start : start + LOOP_PIECE])
         norm = ops.depend(norm, ops.assign(self.total, ops.depend(ops.zeros_like(self.total), total)))
         return total, norm, finite
+
+    def _clear(self, norm: Tensor, sums: tuple) -> Tensor:
+        for i in range(len(sums)):
+            norm = ops.depend(norm, ops.assign(sums[i], ops.depend(ops.zeros_like(sums[i]), norm)))
+        return norm
 
 
 def _tensors(batch: Batch) -> list[Tensor | None]:

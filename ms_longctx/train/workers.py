@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_longctx.optim.adamw import LOOP_PIECE
 from ms_longctx.parallel.collectives import Group, make_all_reduce, make_broadcast
 from ms_longctx.parallel.sequence import split_sequence
 from ms_longctx.parallel.strategy import Strategy
@@ -107,11 +108,22 @@ class SumOverWorkers(nn.Cell):
     def construct(self, grads: tuple, loss: Tensor) -> Any:
         if self.alone:
             return grads, loss
-        summed: tuple = ()
         done = loss
+        for i in range(0, len(grads), LOOP_PIECE):
+            done = self._after(done, grads[i : i + LOOP_PIECE])
+        done = self.all_reduce(done)
+        summed: tuple = ()
+        for i in range(0, len(grads), LOOP_PIECE):
+            summed += self._sums(grads[i : i + LOOP_PIECE], done)
+        return summed, done
+
+    def _after(self, done: Tensor, grads: tuple) -> Tensor:
         for grad in grads:
             done = ops.depend(done, grad)
-        done = self.all_reduce(done)
+        return done
+
+    def _sums(self, grads: tuple, done: Tensor) -> tuple:
+        summed: tuple = ()
         for grad in grads:
             summed += (self.all_reduce(ops.depend(grad, done)),)
-        return summed, done
+        return summed
