@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None, script: tuple[str, str] | None = Non
         # The reader (head, less) is gone. Point stdout elsewhere so that the flush at exit stays quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
+    except OSError as error:
+        if error.filename is None:
+            return _report(f"unexpected {type(error).__name__}: {error}", EXIT_FAILURE, debug)
+        return _report(f"{error.filename}: {error.strerror}", EXIT_BAD_INPUT, debug)
     except Exception as error:
         hint = "" if debug else "; run again with --debug for the traceback"
         return _report(f"unexpected {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug)

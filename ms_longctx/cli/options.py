@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(f"command line: {option}: '{self.prog}' does not read this key")
         actions = {action.dest: action for action in self._actions}
         for name, key in self._config_keys.items():
-            if key in run.given:
+            follows = key == "data.layout" and "train.objective" in run.given
+            if key in run.given or follows:
                 section, field = key.split(".")
                 value = getattr(getattr(run, section), field)
                 is_mapping = isinstance(value, dict)

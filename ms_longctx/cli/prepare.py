@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         split_seed=args.split_seed,
         strict=args.strict,
     )
-    if (args.num_workers or 1) < 1 or args.shard_mb < 1:
+    if (args.num_workers is not None and args.num_workers < 1) or args.shard_mb < 1:
         raise MsLongctxError("--num_workers and --shard_mb should be 1 or more")
     result = prepare(
         args.input,

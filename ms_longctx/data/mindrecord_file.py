@@ -7,6 +7,7 @@ here from what is to be stored.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from mindspore.mindrecord import FileWriter
 
 from ms_longctx.data.convert import Sample
+from ms_longctx.errors import MsLongctxError
 
 SCHEMA = {"input_ids": {"type": "int32", "shape": [-1]}, "runs": {"type": "int32", "shape": [-1]}}
 _SMALLEST_HEADER, _SMALLEST_PAGE, _LARGEST_PAGE = 1 << 14, 1 << 15, 1 << 28
@@ -47,7 +49,20 @@ def file_sizes(largest: int, total: int, rows: int) -> FileSizes:
 
 
 def write_mindrecord(path: Path, samples: Sequence[Sample], sizes: FileSizes) -> None:
-    """Write ``samples`` to ``path``, its index to ``path.db``. A file cannot be renamed later, only moved."""
+    """Write ``samples`` to ``path``, its index to ``path.db``. A file cannot be renamed later, only moved.
+
+    Raises:
+        MsLongctxError: there is no space left.
+    """
+    try:
+        _write(path, samples, sizes)
+    except RuntimeError as error:  # MindSpore does not say why
+        if shutil.disk_usage(path.parent).free < sizes.header + 2 * sizes.page:
+            raise MsLongctxError(f"no space left in {path.parent}; free some, or choose another place") from error
+        raise
+
+
+def _write(path: Path, samples: Sequence[Sample], sizes: FileSizes) -> None:
     writer = FileWriter(str(path), shard_num=1, overwrite=True)
     writer.set_page_size(sizes.page)
     writer.set_header_size(sizes.header)

@@ -199,7 +199,12 @@ def _with_format(settings: Settings, files: list[Path]) -> Settings:
                 return replace(settings, format=detect_format(row, dict(settings.fields)))
             except RowError as error:
                 raise MsLongctxError(f"{chunk.file}:{number}: {error}") from error
-    raise MsLongctxError(f"no line of {', '.join(map(str, files))} is JSON; expected one JSON object on each line")
+    names = ", ".join(map(str, files))
+    if not any(file.stat().st_size for file in files):
+        raise MsLongctxError(f"{names}: empty; expected one JSON object on each line")
+    raise MsLongctxError(
+        f'no line of {names} is JSON; expected one JSON object on each line, plain text as {{"text": "..."}}'
+    )
 
 
 def _digest(settings: Settings, tokenizer: Tokenizer, files: list[Path]) -> str:

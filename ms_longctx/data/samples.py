@@ -174,6 +174,8 @@ class SampleBuilder:
                 if ids is not None:
                     encoded[index] = ids
                     return length - bos - sum(map(len, encoded[:-1]))
+        if room < 0:
+            raise RowError("too_long", f"the answer alone has {len(encoded[-1])} tokens, more than seq_length")
         raise RowError("too_long", f"the prompt has {length} tokens, {room} fit: nothing to take them from")
 
 

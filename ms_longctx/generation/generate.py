@@ -188,9 +188,13 @@ def check_prompts(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max
         if len(prompt) + max_new_tokens > limit:
             raise MsLongctxError(
                 f"generate: prompt {row} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} "
-                f"that is more than the model's context of {limit}; shorten the prompt to "
-                f"{limit - max_new_tokens} tokens or set model.rope_scaling for a longer context"
+                f"that is more than the model's context of {limit}; {_advice(limit - max_new_tokens)} or set "
+                "model.rope_scaling for a longer context"
             )
+
+
+def _advice(room: int) -> str:
+    return f"shorten the prompt to {room} tokens" if room > 0 else "lower max_new_tokens"
 
 
 def _settings(values: dict[str, Any]) -> GenerationConfig:

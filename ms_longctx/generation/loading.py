@@ -8,6 +8,7 @@ from pathlib import Path
 from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.llama import LlamaForCausalLM
+from ms_longctx.train.build import check_dtype
 from ms_longctx.train.checkpoint import CheckpointStore
 from ms_longctx.train.rundir import CHECKPOINTS
 from ms_longctx.tuning import load_adapter, merge_and_unload
@@ -30,7 +31,7 @@ def load_model(
     """
     from ms_longctx.device import select_device
 
-    select_device(device)
+    check_dtype(dtype, select_device(device), "dtype")
     path = newest_checkpoint(Path(model))
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise MsLongctxError(
@@ -51,7 +52,10 @@ def load_text_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that was named, or the one beside the model; its ids must fit the model's vocabulary."""
     path = newest_checkpoint(Path(tokenizer or model))
-    result = load_tokenizer(path, chat_template)
+    try:
+        result = load_tokenizer(path, chat_template)
+    except MsLongctxError as error:
+        raise MsLongctxError(str(error) if tokenizer else f"{error}; or give another as --tokenizer") from error
     if result.vocab_size > loaded.config.vocab_size:
         raise MsLongctxError(
             f"the tokenizer {path} has {result.vocab_size} tokens, the model {model} only "

@@ -107,7 +107,7 @@ def save_model(
             _write_shards(shards, partial, file_type, dtype)
             write_config(config, partial, torch_name)
             if companions is not None:
-                _write_companions(companions, partial)
+                _write_companions(companions, partial, folder)
             _publish(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -115,11 +115,11 @@ def save_model(
         raise MsLongctxError(f"{folder}: the model cannot be written ({error})") from error
 
 
-def _write_companions(source: Path, folder: Path) -> None:
+def _write_companions(source: Path, partial: Path, folder: Path) -> None:
     try:
-        write_tokenizer(source, folder)
+        write_tokenizer(source, partial)
     except MsLongctxError as error:  # the weights are worth more than a tokenizer nobody could read
-        logging.getLogger(__name__).warning("%s is saved without a tokenizer: %s", folder.name.split(".")[1], error)
+        logging.getLogger(__name__).warning("%s is saved without a tokenizer: %s", folder, error)
 
 
 def _refuse_adapters(model: nn.Cell) -> None:

@@ -45,6 +45,8 @@ def build_model(run: RunConfig, checkpoint: Path | None = None, workers: Workers
         model = LlamaForCausalLM(config, ms.float32, compute_dtype)
     else:
         model = LlamaForCausalLM.from_pretrained(weights, ms.float32, compute_dtype, **config.to_dict())
+        # Not the checkpoint: it is deleted when enough newer ones are there.
+        model.companions = None if run.model.pretrained is None else Path(run.model.pretrained)
     if run.lora.enabled:
         get_pe_model(model, LoraConfig.from_section(run.lora), run.train.seed)
         if checkpoint is not None:
@@ -77,15 +79,15 @@ def build_loss_scale(run: RunConfig) -> DynamicLossScale:
     return DynamicLossScale(1.0, sys.maxsize, 1.0, section.max_skipped_steps)
 
 
-def check_dtype(dtype: str, device: str) -> None:
-    """Refuse a precision that the device cannot compute in.
+def check_dtype(dtype: str, device: str, key: str = "train.dtype") -> None:
+    """Refuse a precision that the device cannot compute in; ``key`` is what the message calls it.
 
     Raises:
         MsLongctxError: bf16 anywhere but on Ascend.
     """
     if dtype == "bf16" and device != "Ascend":
         raise MsLongctxError(
-            f"train.dtype: bf16 cannot be used on {device}: MindSpore has no bf16 matrix product, softmax or "
+            f"{key}: bf16 cannot be used on {device}: MindSpore has no bf16 matrix product, softmax or "
             "gather there; expected fp32 or fp16 (or device_target Ascend)"
         )
 

@@ -48,6 +48,7 @@ from ms_longctx.tuning import count_parameters, save_adapter
 
 NO_TOKENS = "no supervised token in the batch"
 NOT_FINITE = "gradient is infinite or NaN"
+DIVERGED = 4  # skipped steps in a row that mean it; fp16 skips two or three until its loss scale fits
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,11 @@ class Trainer:
         if saved is not None:
             check_changes(saved["config"], run.as_dict())
             check_data(saved["data"], describe_set(self.manifest))
+        if run.lora.enabled and run.model.pretrained is None and self.workers.is_main:
+            logger.warning(
+                "lora.enabled without model.pretrained: the adapters are trained on random weights, and no checkpoint "
+                "holds those; give the model they are for as --model.pretrained"
+            )
         _seed_everything(run.train.seed)
         self.model = build_model(run, checkpoint, self.workers)
         self._check_strategy()
@@ -153,12 +159,22 @@ class Trainer:
         try:
             with self.world, StopRequest(quiet=not self.workers.is_main) as stop:
                 stopped = self._loop(stop)
+                if self.loss_scale.skipped_steps >= DIVERGED:
+                    raise self._divergence()
                 checkpoint = self._save()
         finally:
             self.monitor.close()
             self.directory.close()
         by = (stop.signal or signal.SIGTERM) if stopped else None  # the signal may have reached another worker only
         return Summary(self.progress.step, self.total_steps, checkpoint, by)
+
+    def _divergence(self) -> MsLongctxError:
+        steps = self.directory.store.steps()
+        kept = f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint"
+        return MsLongctxError(
+            f"the last {self.loss_scale.skipped_steps} steps had infinite or NaN gradients and were skipped: the model "
+            f"has diverged and is not saved; {kept}. Lower optimizer.learning_rate, look at the data, or train in fp32"
+        )
 
     def evaluate(self) -> tuple[float, int]:
         """Mean loss in nats over the supervised tokens of ``data.eval_path``, and how many there are."""
@@ -187,7 +203,9 @@ class Trainer:
             # Evaluated before saved: a checkpoint means that everything up to its step is in the log.
             if self.run.data.eval_path is not None and self._is_due(section.eval_steps):
                 self.monitor.evaluation(progress.step, *self.evaluate())
-            if self._is_due(section.save_steps):
+            # Weights after which gradients are not finite must not take the place of good ones.
+            doubtful = self.loss_scale.skipped_steps >= (DIVERGED if section.dtype == "fp16" else 1)
+            if self._is_due(section.save_steps) and not doubtful:
                 self._save()
         return stop.requested
 

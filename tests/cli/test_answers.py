@@ -47,6 +47,8 @@ def test_generate_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path, sm
     assert "no-such-model" in refused(capsys, "generate", "--model", tmp_path / "no-such-model", "--prompt", "x")
     model = ("generate", "--model", smollm2_gguf)
     assert "temperature" in refused(capsys, *model, "--prompt", "x", "--temperature", "-1")
+    assert "dtype: bf16 cannot be used on CPU" in refused(capsys, *model, "--prompt", "x", "--dtype", "bf16")
+    assert "lower max_new_tokens" in refused(capsys, *model, "--prompt", "x", "--max_new_tokens", "100000")
     assert "belong together" in refused(capsys, *model, "--input", "a.jsonl")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a"}\n{"question": "b"}\n')

@@ -164,6 +164,38 @@ def test_evaluation_every_few_steps(lm_set: Path, tmp_path: Path, arguments: Arg
     assert (output / "loss.png").stat().st_size > 10_000
 
 
+def test_diverged_run_keeps_its_checkpoints_and_fails(lm_set: Path, arguments: Arguments, tmp_path: Path) -> None:
+    """A learning rate of 1e30 ruins the weights in step 2; what was saved before stays, and nothing after."""
+    changes = {"optimizer__learning_rate": 1e30, "optimizer__scheduler": "constant", "train__save_steps": 1}
+    trainer = make_trainer(arguments(lm_set, tmp_path / "run", **changes))
+    with pytest.raises(
+        MsLongctxError, match=r"last 9 steps .*diverged and is not saved; .* of step 1\. Lower optimizer"
+    ):
+        trainer.train()
+    assert trainer.directory.store.steps() == [1]
+
+
+def test_resumed_run_keeps_the_tokenizer_of_its_first_weights(
+    lm_set: Path, arguments: Arguments, tmp_path: Path
+) -> None:
+    """Also when the checkpoint it goes on from has been deleted."""
+    train(arguments(lm_set, tmp_path / "first", train__max_steps=1))
+    base = tmp_path / "first/checkpoints/step-00000001"
+    (base / "tokenizer_config.json").write_text("{}")
+    given = {"model__pretrained": base, "train__save_steps": 1, "train__keep_checkpoints": 1}
+    train(arguments(lm_set, tmp_path / "second", train__max_steps=1, **given))
+    output = train(arguments(lm_set, tmp_path / "second", train__max_steps=4, train__resume="latest", **given))
+    assert [path.name for path in (output / "checkpoints").glob("step-*")] == ["step-00000004"]
+    assert (output / "checkpoints/step-00000004/tokenizer_config.json").read_text() == "{}"
+
+
+def test_adapters_of_random_weights_are_pointed_out(
+    lm_set: Path, arguments: Arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(arguments(lm_set, tmp_path / "run", lora__enabled="true", lora__r=2)).directory.close()
+    assert "trained on random weights" in caplog.text
+
+
 def test_batches_without_targets_are_skipped(
     make_set: MakeSet, tmp_path: Path, arguments: Arguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
