@@ -225,7 +225,7 @@ def test_damaged_gzip(tmp_path: Path, settings: Settings, paragraphs: list[dict]
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"", "no line of .* is JSON"), (b"\n\n", "no line"), (b"plain words\n", "no line"),
+    (b"", "rows.jsonl: empty; expected one JSON object"), (b"\n\n", "no line"), (b"plain words\n", "no line"),
     (b'{"foo": 1, "bar": 2}\n', r"rows.jsonl:1: the row has keys bar, foo.*article \+ abstract"),
     (b'\n[1]\n', "rows.jsonl:2: expected a JSON object"),
 ])  # fmt: skip
