@@ -47,7 +47,7 @@ MASKS: dict[str, dict] = {
     "full": {"causal": False},
     "band": {"causal": False, "window": 19, "documents": True},
 }
-SIZES = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
 
 
 def problem_of(size: int, spec: dict, **kwargs) -> Problem:  # noqa: ANN003

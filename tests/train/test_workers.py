@@ -29,6 +29,7 @@ from tests.models.reference import torch_model
 from tests.parallel.processes import ROOT, Job, check, environment
 
 STEPS = 10
+LONG = dict.fromkeys(("dp2 cp2 ring", "cp4 ulysses recompute lora"), pytest.mark.long)
 ARTICLES = Path(__file__).parents[2] / "run_scripts/data/plos_articles_heldout.jsonl.gz"
 HEADS_8_2 = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
 RING = {"cp": 4, "attention_mode": "ring"}
@@ -36,9 +37,9 @@ RING = {"cp": 4, "attention_mode": "ring"}
 CASES: dict[str, tuple[dict[str, Any], bool, int, bool]] = {
     "dp4 accumulation lora": ({"dp": 4}, True, 3, False),
     "cp4 ring recompute accumulation": (RING, False, 2, True),
+    "cp4 hybrid": ({"cp": 4, "attention_mode": "hybrid", "ulysses_degree": 2}, False, 1, False),
     "dp2 cp2 ring": ({"dp": 2, "cp": 2, "attention_mode": "ring"}, False, 1, False),
     "cp4 ulysses recompute lora": ({"cp": 4, "attention_mode": "ulysses"}, True, 1, True),
-    "cp4 hybrid": ({"cp": 4, "attention_mode": "hybrid", "ulysses_degree": 2}, False, 1, False),
 }
 
 
@@ -102,7 +103,10 @@ def compare(alone: dict[str, Any], several: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "lora", "accumulation", "recompute"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("strategy", "lora", "accumulation", "recompute"),
+    [pytest.param(*case, id=name, marks=LONG.get(name, ())) for name, case in CASES.items()],
+)
 def test_random_model_trains_as_in_one_process(
     strategy: dict[str, Any], lora: bool, accumulation: int, recompute: bool, tmp_path: Path
 ) -> None:
