@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -158,7 +159,10 @@ def test_resume_under_another_strategy(
             launcher = [str(Path(sys.executable).with_name("msrun")), "--worker_num", str(workers)]
             launcher += ["--local_worker_num", str(workers), "--join", "True", "--master_port", str(free_port())]
             launcher += ["--log_dir", str(output / "logs")]
-        done = subprocess.run([*launcher, *script], capture_output=True, text=True, env=environment(), check=False)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # msrun starts "python"
+        done = subprocess.run(
+            [*launcher, *script], capture_output=True, text=True, env=environment(PATH=path), check=False
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert "not as it would have" not in done.stdout + done.stderr
 
