@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mindspore as ms
@@ -67,7 +69,12 @@ class Workers:
         """Whether the flag is set on any worker; all call it together."""
         if self.count == 1:
             return flag
-        return int(make_all_reduce(self.group)(Tensor([int(flag)], ms.int32)).asnumpy()[0]) > 0
+        return int(self._sum(Tensor([int(flag)], ms.int32)).asnumpy()[0]) > 0
+
+    @cached_property
+    def _sum(self) -> Callable[[Tensor], Tensor]:
+        """One operator for every step: each new one would be kept for ever."""
+        return make_all_reduce(self.group)
 
     def share(self, text: str | None) -> str | None:
         """The text of the main worker, on all; all call it together."""

@@ -12,9 +12,7 @@ is the number of tokens that both sides chose alike.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -23,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from machine import cpu_name
+from side import Side, make_model
 
-HERE = Path(__file__).resolve().parent
 BLOCK = 32  # tokens a side decodes before the other one's turn
 
 
@@ -49,65 +47,19 @@ CASES = {
 PROMPTS = 5
 
 
-class Worker:
-    """A generation_worker.py process."""
-
-    def __init__(self, side: str, model_dir: Path, case: Case, threads: int) -> None:
-        arguments = [side, str(model_dir), str(case.prompt), str(case.new_tokens)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parents[1])}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "generation_worker.py"), *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
-        self._read("ready")
-
-    def tokens(self, count: int) -> tuple[float, list[int]]:
-        """Seconds for the next ``count`` tokens, and the tokens."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{count}\n")
-        self.process.stdin.flush()
-        seconds, *tokens = self._read().split()
-        return float(seconds), [int(token) for token in tokens]
-
-    def close(self) -> float:
-        """End the process; peak resident memory in MB."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        peak = float(self._read())
-        self.process.wait()
-        return peak
-
-    def _read(self, expected: str | None = None) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if expected is None or line.strip() == expected:
-                return line
-        raise SystemExit(f"error: a worker ended early; run by hand: {' '.join(map(str, self.process.args))}")
-
-
-def make_model(folder: Path) -> None:
-    """The peer's random initialisation, as a Hugging Face directory that both sides load."""
-    code = (
-        "import sys, torch; from transformers import LlamaConfig, LlamaForCausalLM; torch.manual_seed(0); "
-        "LlamaForCausalLM(LlamaConfig(vocab_size=32000, hidden_size=288, intermediate_size=768, "
-        "num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=16384, "
-        "tie_word_embeddings=True)).save_pretrained(sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stderr=subprocess.DEVNULL)
-
-
 def measure(case: Case, model_dir: Path, threads: int) -> dict[str, tuple[float, float, list[int]]]:
     """Median seconds (of a prompt, or of a token), peak MB and all tokens of each side."""
     sides = ("ours", "peer")
-    workers = {side: Worker(side, model_dir, case, threads) for side in sides}
+    arguments = [str(model_dir), str(case.prompt), str(case.new_tokens)]
+    workers = {side: Side("generation_worker.py", [side, *arguments], threads) for side in sides}
     times: dict[str, list[float]] = {side: [] for side in sides}
     tokens: dict[str, list[int]] = {side: [] for side in sides}
     counts = [1] + [BLOCK] * case.blocks if case.blocks else [1] * PROMPTS
     for count in counts:
         for side in sides:
-            seconds, answer = workers[side].tokens(count)
-            times[side].append(seconds / count)
-            tokens[side] += answer
+            seconds, *answer = workers[side].ask(str(count))
+            times[side].append(float(seconds) / count)
+            tokens[side] += map(int, answer)
     return {side: (statistics.median(times[side][1:]), workers[side].close(), tokens[side]) for side in sides}
 
 
@@ -124,7 +76,7 @@ def main() -> int:
     )
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        make_model(Path(folder), 16384)
         for name in args.case:
             case = CASES[name]
             result = measure(case, Path(folder), args.threads)

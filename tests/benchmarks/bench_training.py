@@ -11,17 +11,16 @@ both see the same machine. The first steps (compilation, warm-up) are left out; 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from machine import cpu_name
+from side import Side, make_model
+
 # (batch, length, what trains, least ratio of our tokens/s to the peer's)
 CASES = {
     "full-4x512": (4, 512, "full", 1.0),
@@ -32,63 +31,17 @@ CASES = {
 WARM_UP = 2
 
 
-class Worker:
-    """A training_worker.py process."""
-
-    def __init__(self, side: str, model_dir: Path, case: str, threads: int) -> None:
-        batch, length, kind, _ = CASES[case]
-        arguments = [side, str(model_dir), str(batch), str(length), kind]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parents[1])}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "training_worker.py"), *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
-        self._read("ready")
-
-    def step(self) -> tuple[float, float]:
-        """Seconds and loss of one step."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        seconds, loss = self._read().split()
-        return float(seconds), float(loss)
-
-    def close(self) -> float:
-        """End the process; peak resident memory in MB."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        peak = float(self._read())
-        self.process.wait()
-        return peak
-
-    def _read(self, expected: str | None = None) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if expected is None or line.strip() == expected:
-                return line
-        raise SystemExit(f"error: a worker ended early; run by hand: {' '.join(map(str, self.process.args))}")
-
-
-def make_model(folder: Path) -> None:
-    """The peer's random initialisation, as a Hugging Face directory that both sides load."""
-    code = (
-        "import sys, torch; from transformers import LlamaConfig, LlamaForCausalLM; torch.manual_seed(0); "
-        "LlamaForCausalLM(LlamaConfig(vocab_size=32000, hidden_size=288, intermediate_size=768, "
-        "num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=4096, "
-        "tie_word_embeddings=True)).save_pretrained(sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stderr=subprocess.DEVNULL)
-
-
 def measure(case: str, model_dir: Path, threads: int, steps: int) -> dict[str, tuple[float, float, float]]:
     """Median seconds of a step, peak MB and last loss of each side."""
     sides = ("ours", "peer")
-    workers = {side: Worker(side, model_dir, case, threads) for side in sides}
+    batch, length, kind, _ = CASES[case]
+    arguments = [str(model_dir), str(batch), str(length), kind]
+    workers = {side: Side("training_worker.py", [side, *arguments], threads) for side in sides}
     times: dict[str, list[float]] = {side: [] for side in sides}
     losses = {}
     for index in range(WARM_UP + steps):
         for side in sides:
-            seconds, losses[side] = workers[side].step()
+            seconds, losses[side] = map(float, workers[side].ask())
             if index >= WARM_UP:
                 times[side].append(seconds)
     return {side: (statistics.median(times[side]), workers[side].close(), losses[side]) for side in sides}
@@ -107,7 +60,7 @@ def main() -> int:
     print("case          ours tok/s  peer tok/s  ratio   bar  ours MB  peer MB  losses")
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        make_model(Path(folder), 4096)
         for case in args.case:
             batch, length, _, bar = CASES[case]
             result = measure(case, Path(folder), args.threads, args.steps)
@@ -120,14 +73,6 @@ def main() -> int:
                 flush=True,
             )
     return 1 if args.check and missed else 0
-
-
-def cpu_name() -> str:
-    """Model name and number of the processors."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':')[1].strip()} x {os.cpu_count()}"
-    return platform.processor()
 
 
 if __name__ == "__main__":
