@@ -42,17 +42,20 @@ def _check_ulysses(strategy: Strategy, config: LlamaConfig) -> None:
     """Ulysses gives each worker some heads; key/value heads that are too few are copied, whole ones."""
     degree = strategy.ulysses_degree
     heads, kv_heads = config.num_attention_heads // strategy.mp, config.kv_heads // strategy.mp
-    share = f" / mp {strategy.mp}" if strategy.mp > 1 else ""
     if heads % degree:
         raise MsLongctxError(
-            f"num_attention_heads {config.num_attention_heads}{share} = {heads} must be divisible by ulysses_degree = "
-            f"{degree}; expected a divisor of {heads}, or attention_mode ring"
+            f"{_share('num_attention_heads', config.num_attention_heads, strategy.mp)} must be divisible by "
+            f"ulysses_degree = {degree}; expected a divisor of {heads}, or attention_mode ring"
         )
     if kv_heads % degree and degree % kv_heads:
         raise MsLongctxError(
-            f"num_key_value_heads {config.kv_heads}{share} = {kv_heads} and ulysses_degree = {degree}: one must divide "
-            "the other; choose another ulysses_degree, or attention_mode ring"
+            f"{_share('num_key_value_heads', config.kv_heads, strategy.mp)} and ulysses_degree = {degree}: one must "
+            "divide the other; choose another ulysses_degree, or attention_mode ring"
         )
+
+
+def _share(name: str, count: int, mp: int) -> str:
+    return f"{name} = {count}" if mp == 1 else f"{name} {count} / mp {mp} = {count // mp}"
 
 
 def _check_layers(strategy: Strategy, config: LlamaConfig) -> None:

@@ -279,7 +279,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 768
             Strategy(cp=5, ulysses_degree=5, attention_mode="ulysses"),
             {},
             60,
-            "num_attention_heads 32 = 32 must be divisible by ulysses_degree = 5",
+            "num_attention_heads = 32 must be divisible by ulysses_degree = 5",
         ),
         (
             Strategy(cp=32, ulysses_degree=32, mp=2, attention_mode="ulysses"),
@@ -291,7 +291,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 768
             Strategy(cp=4, ulysses_degree=4, attention_mode="ulysses"),
             HEADS,
             64,
-            "num_key_value_heads 6 = 6 and ulysses_degree = 4: one must divide the other",
+            "num_key_value_heads = 6 and ulysses_degree = 4: one must divide the other",
         ),
         (
             Strategy(pp=3, micro_batch_num=3),
