@@ -19,21 +19,16 @@ from mindspore import dtype as mstype
 
 from ms_longctx.attention.cpu import CpuFlashAttention
 from ms_longctx.attention.mask import MaskSpec
-from ms_longctx.errors import MsLongctxError
 
 _HIDDEN = -3.0e38  # a finite stand-in for -infinity
 
 
 def make_block(spec: MaskSpec, scale: float | None, implementation: str) -> nn.Cell:
-    """The block for ``cpu_kernel`` or ``reference`` (see ``flash.resolve_implementation``).
-
-    Raises:
-        MsLongctxError: ``ascend``, whose flash attention takes no log-sum-exp from outside yet.
-    """
+    """The block for ``ascend``, ``cpu_kernel`` or ``reference`` (see ``flash.resolve_implementation``)."""
     if implementation == "ascend":
-        raise MsLongctxError(
-            "ring attention with FlashAttentionScore is not built yet; expected attention_mode 'ulysses' on Ascend"
-        )
+        from ms_longctx.attention.block_ascend import AscendBlock
+
+        return AscendBlock(spec, scale)
     if implementation == "cpu_kernel":
         return CpuBlock(spec, scale)
     return ReferenceBlock(spec, scale)
