@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ms_longctx.cli.options import (
     ANSWER_KEYS,
     add_generation_options,
+    add_key_option,
     add_model_options,
     generation_settings,
 )
@@ -18,6 +19,7 @@ from ms_longctx.errors import MsLongctxError
 if TYPE_CHECKING:
     from ms_longctx.config import GenerationConfig
     from ms_longctx.data.tokenizer import Tokenizer
+    from ms_longctx.generation.engine import EngineSource
     from ms_longctx.models.llama import LlamaForCausalLM
 
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops an answer"
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
         "chat", help="talk to a model in the terminal", description=f"Talk to a model; {_HELP}."
     )
     add_model_options(parser)
+    add_key_option(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_generation_options(parser)
     parser.take_defaults_from_config({**ANSWER_KEYS, "system": "data.system"})
@@ -38,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     """Talk until the user ends it; returns the exit code."""
     settings = generation_settings(args)
 
-    from ms_longctx.generation.loading import load_model, load_text_tokenizer
+    from ms_longctx.generation.loading import load_answering_model, load_text_tokenizer
 
-    model = load_model(args.model, args.adapter, args.dtype, args.device_target)
+    model = load_answering_model(args.model, args.adapter, args.dtype, args.device_target, args.key_file)
     tokenizer = load_text_tokenizer(args.tokenizer, args.model, model, args.chat_template)
     chat = Chat(model, tokenizer, settings, args.system)
     interactive = sys.stdin.isatty()
@@ -76,7 +79,11 @@ class Chat:
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, tokenizer: Tokenizer, settings: GenerationConfig, system: str | None
+        self,
+        model: LlamaForCausalLM | EngineSource,
+        tokenizer: Tokenizer,
+        settings: GenerationConfig,
+        system: str | None,
     ) -> None:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._first = [{"role": "system", "content": system}] if system else []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ms_longctx.cli.options import (
     ANSWER_KEYS,
     add_generation_options,
+    add_key_option,
     add_model_options,
     generation_settings,
 )
@@ -42,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
+    add_key_option(parser)
     prompts = parser.add_argument_group("prompts")
     one = prompts.add_mutually_exclusive_group()
     one.add_argument("--prompt", metavar="TEXT", help="the prompt")
@@ -65,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     requests = _read_requests(Path(args.input)) if args.input else [{"prompt": _read_prompt(args)}]
 
     from ms_longctx.generation.generate import complete, stream_text
-    from ms_longctx.generation.loading import load_model, load_text_tokenizer
+    from ms_longctx.generation.loading import load_answering_model, load_text_tokenizer
 
-    model = load_model(args.model, args.adapter, args.dtype, args.device_target)
+    model = load_answering_model(args.model, args.adapter, args.dtype, args.device_target, args.key_file)
     tokenizer = load_text_tokenizer(args.tokenizer, args.model, model, args.chat_template)
     prompts = [_encode(tokenizer, request, args.system, args.raw) for request in requests]
     if not args.input:

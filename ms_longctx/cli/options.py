@@ -154,6 +154,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device_target", default="auto", metavar="NAME", help="auto, Ascend, GPU or CPU")
 
 
+def add_key_option(parser: argparse.ArgumentParser) -> None:
+    """``--key_file``, for verbs that also take a MindIR export as their model."""
+    parser.add_argument("--key_file", metavar="FILE", help="AES key of an encrypted MindIR export")
+
+
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """One option for each key of the section ``generation``; read them with :func:`generation_settings`."""
     group = parser.add_argument_group("generation")

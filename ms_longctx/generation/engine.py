@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
+from ms_longctx.config.model import LlamaConfig
 from ms_longctx.models.llama import CachedLlama, LlamaForCausalLM
 from ms_longctx.nn.kv_cache import KVCache
 
@@ -25,6 +26,17 @@ class Engine(Protocol):
 
     def step(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Append ``tokens (rows,)``; logits ``(rows, V)`` of the next ones."""
+
+
+class EngineSource(Protocol):
+    """What brings an engine of its own, such as an exported model, in place of a model."""
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The architecture."""
+
+    def engine(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Engine:
+        """An engine for these prompts, to each of which ``max_new_tokens`` may be appended."""
 
 
 class GraphEngine:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ms_longctx.config import GenerationConfig
 from ms_longctx.data.tokenizer import Tokenizer
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.generation.engine import Engine, GraphEngine
+from ms_longctx.generation.engine import Engine, EngineSource, GraphEngine
 from ms_longctx.generation.kernel_engine import KernelEngine, usable
 from ms_longctx.generation.sampling import Sampler
 from ms_longctx.generation.stopping import StopStrings
@@ -42,7 +42,7 @@ class Piece:
 
 
 def generate_ids(
-    model: LlamaForCausalLM,
+    model: LlamaForCausalLM | EngineSource,
     prompts: Sequence[Sequence[int]],
     settings: GenerationConfig,
     eos_ids: Sequence[int] = (),
@@ -53,7 +53,7 @@ def generate_ids(
     consumer that wants no more at all closes the iterator.
 
     Args:
-        model: the model; its training mode is switched off while this runs.
+        model: the model, or what brings an engine of its own.
         prompts: token ids of each row.
         settings: how to choose tokens.
         eos_ids: tokens that end an answer.
@@ -75,14 +75,18 @@ def generate_ids(
         logits = engine.step(np.array([token or 0 for token in tokens], np.int32))
 
 
-def make_engine(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Engine:
+def make_engine(
+    model: LlamaForCausalLM | EngineSource, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Engine:
     """The engine that suits the model and the device."""
+    if not isinstance(model, LlamaForCausalLM):
+        return model.engine(prompts, max_new_tokens)
     engine = KernelEngine if usable(model) else GraphEngine
     return engine(model, prompts, max_new_tokens)
 
 
 def stream_text(
-    model: LlamaForCausalLM,
+    model: LlamaForCausalLM | EngineSource,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     settings: GenerationConfig,
@@ -119,7 +123,7 @@ def stream_text(
 
 
 def complete(
-    model: LlamaForCausalLM,
+    model: LlamaForCausalLM | EngineSource,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     settings: GenerationConfig,
@@ -170,7 +174,9 @@ def generate(
     return np.concatenate((prompt.astype(np.int32), answers), axis=1)
 
 
-def check_prompts(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_prompts(
+    model: LlamaForCausalLM | EngineSource, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     """Refuse prompts that the model cannot take; see :func:`generate_ids`."""
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
     if not prompts:

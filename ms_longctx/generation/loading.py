@@ -7,6 +7,9 @@ from pathlib import Path
 
 from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.export.key import read_key
+from ms_longctx.export.manifest import is_export
+from ms_longctx.generation.engine import EngineSource
 from ms_longctx.models.llama import LlamaForCausalLM
 from ms_longctx.train.build import check_dtype
 from ms_longctx.train.checkpoint import CheckpointStore
@@ -15,7 +18,11 @@ from ms_longctx.tuning import load_adapter, merge_and_unload
 
 
 def load_model(
-    model: str | Path, adapter: str | Path | None = None, dtype: str = "fp32", device: str = "auto"
+    model: str | Path,
+    adapter: str | Path | None = None,
+    dtype: str = "fp32",
+    device: str = "auto",
+    computes: bool = True,
 ) -> LlamaForCausalLM:
     """A model ready to generate.
 
@@ -25,13 +32,20 @@ def load_model(
             directory. It is merged into the weights.
         dtype: fp32, fp16 or bf16 (the latter on Ascend).
         device: see :func:`ms_longctx.device.select_device`.
+        computes: ``False`` for a model that is only stored: bf16 is allowed everywhere.
 
     Raises:
         MsLongctxError: nothing usable there, or model and adapter do not fit each other.
     """
     from ms_longctx.device import select_device
 
-    check_dtype(dtype, select_device(device), "dtype")
+    if is_export(Path(model)):
+        raise MsLongctxError(
+            f"{model} is an export, which only answers (generate, chat); give the model it was made of"
+        )
+    target = select_device(device)
+    if computes:
+        check_dtype(dtype, target, "dtype")
     path = newest_checkpoint(Path(model))
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise MsLongctxError(
@@ -44,10 +58,43 @@ def load_model(
     return loaded
 
 
+def load_answering_model(
+    model: str | Path,
+    adapter: str | Path | None = None,
+    dtype: str = "fp32",
+    device: str = "auto",
+    key_file: str | Path | None = None,
+) -> LlamaForCausalLM | EngineSource:
+    """As :func:`load_model`, or the MindIR export in the directory ``model``.
+
+    Args:
+        key_file: holds the key of an encrypted export.
+
+    Raises:
+        MsLongctxError: as :func:`load_model`; an adapter, or another dtype than its own, for an export; a key for
+            anything else.
+    """
+    if not is_export(Path(model)):
+        if key_file is not None:
+            raise MsLongctxError(f"--key_file is for encrypted exports, {model} is none; leave it out")
+        return load_model(model, adapter, dtype, device)
+    from ms_longctx.device import select_device
+
+    select_device(device)
+    from ms_longctx.export.mindir import MindIRModel
+
+    if adapter is not None:
+        raise MsLongctxError(f"{model} is an export: an adapter is merged when it is written (export --adapter)")
+    exported = MindIRModel(model, None if key_file is None else read_key(key_file))
+    if dtype not in ("fp32", exported.manifest.dtype):
+        raise MsLongctxError(f"--dtype {dtype}: {model} was exported in {exported.manifest.dtype}; leave --dtype out")
+    return exported
+
+
 def load_text_tokenizer(
     tokenizer: str | Path | None,
     model: str | Path,
-    loaded: LlamaForCausalLM,
+    loaded: LlamaForCausalLM | EngineSource,
     chat_template: str | None = None,
 ) -> Tokenizer:
     """The tokenizer that was named, or the one beside the model; its ids must fit the model's vocabulary."""

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindIR: written by ``ms.export``, opened by ``ms.load`` and run as a ``GraphCell`` without the model's code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from numpy.typing import NDArray
+
+from ms_longctx.config.model import LlamaConfig
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.export.key import ENCRYPTION
+from ms_longctx.export.manifest import GraphInfo, Manifest, read_manifest, sha256, verify_files
+from ms_longctx.export.plan import Plan
+from ms_longctx.export.session import CacheSession
+from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
+from ms_longctx.models.checkpoint import as_dtype
+from ms_longctx.models.llama import LlamaForCausalLM
+
+SUFFIX = ".mindir"
+
+
+def export_mindir(model: LlamaForCausalLM, folder: Path, plan: Plan, key: bytes | None = None) -> Manifest:
+    """Write the graphs of ``plan``, tokenizer, configuration and manifest.
+
+    MindSpore keeps the weights of a model above 1 GB in ``NAME_variables/`` beside ``NAME_graph.mindir``; files of
+    equal content are stored once.
+
+    Args:
+        model: adapters merged.
+        folder: where to; it must not exist or be empty, and appears when it is complete.
+        plan: shapes.
+        key: AES key; the graphs and weights are encrypted with AES-GCM.
+
+    Raises:
+        MsLongctxError: the model cannot be exported with this plan.
+    """
+    plan.check(model.config)
+    with new_directory(folder) as partial:
+        graphs = []
+        for graph in plan.graphs(model.config, dtype_name(model), SUFFIX):
+            write_mindir(model, plan, graph, partial / graph.file, key)
+            split = f"{graph.file.removesuffix(SUFFIX)}_graph{SUFFIX}"
+            graphs.append(_renamed(graph, split) if (partial / split).is_file() else graph)
+        _store_once(partial)
+        write_model_files(model, partial)
+        return finish(partial, model, plan, graphs, "mindir", encryption=ENCRYPTION if key else None)
+
+
+def write_mindir(model: LlamaForCausalLM, plan: Plan, graph: GraphInfo, path: Path, key: bytes | None = None) -> None:
+    """Export one graph to ``path``."""
+    net, inputs = build_graph(model, plan, graph)
+    options = {"enc_key": key, "enc_mode": ENCRYPTION} if key else {}
+    ms.export(net, *inputs, file_name=str(path), file_format="MINDIR", **options)
+
+
+class MindIRModel:
+    """An exported directory as a model that generates; nothing but the MindIR files is used.
+
+    It stands where :func:`ms_longctx.generation.generate.generate_ids` takes a model.
+
+    Args:
+        folder: written by :func:`export_mindir`.
+        key: AES key of encrypted files.
+
+    Attributes:
+        manifest: see :class:`ms_longctx.export.manifest.Manifest`.
+        config: the model's architecture.
+
+    Raises:
+        MsLongctxError: not a MindIR export, or the key is missing or not wanted.
+    """
+
+    def __init__(self, folder: str | Path, key: bytes | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(folder)
+        if self.manifest.format != "mindir":
+            raise MsLongctxError(f"{folder}: an export of format {self.manifest.format}; only mindir runs in MindSpore")
+        if self.manifest.encryption and key is None:
+            raise MsLongctxError(f"{folder}: its files are encrypted ({self.manifest.encryption}); give --key_file")
+        if key is not None and not self.manifest.encryption:
+            raise MsLongctxError(f"{folder}: its files are not encrypted; leave --key_file out")
+        if self.manifest.dtype == "bf16" and ms.get_context("device_target") == "CPU":
+            raise MsLongctxError(f"{folder}: exported in bf16, which MindSpore cannot compute on a CPU; export in fp32")
+        self._key = key
+        self._loaded: dict[str, nn.GraphCell] = {}
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The architecture."""
+        return self.manifest.config
+
+    @property
+    def companions(self) -> Path:
+        """Where the tokenizer is."""
+        return self.folder
+
+    def engine(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> CacheSession:
+        """An engine (see :class:`ms_longctx.generation.engine.Engine`) for prompts of this length.
+
+        Raises:
+            MsLongctxError: more rows or tokens than the graphs hold.
+        """
+        tokens = max(len(prompt) for prompt in prompts) + max_new_tokens
+        graphs = {role: self.manifest.graph(role, tokens) for role in ("prefill", "decode")}
+        if len(prompts) > self.manifest.batch_size:
+            raise MsLongctxError(
+                f"{len(prompts)} prompts side by side, but {self.folder} was exported for "
+                f"{self.manifest.batch_size}; export again with --batch_size {len(prompts)}, or answer fewer at a time"
+            )
+        config, prefill = self.config, graphs["prefill"]
+        shape = {
+            "layers": config.num_hidden_layers,
+            "kv_heads": config.kv_heads,
+            "head_dim": config.head_size,
+            "batch": self.manifest.batch_size,
+            "chunk": prefill.chunk,
+            "length": prefill.length or tokens,
+            "exact": prefill.length is None,
+        }
+
+        def run(role: str, inputs: list[NDArray]) -> list[NDArray]:
+            return self.run(graphs[role], inputs)
+
+        return CacheSession(run, shape, prompts, _cache_type(self.manifest.dtype), max_new_tokens)
+
+    def run(self, graph: GraphInfo, inputs: Sequence[NDArray]) -> list[NDArray]:
+        """Execute one graph on arrays in the order of its manifest.
+
+        Raises:
+            MsLongctxError: an input has another shape or type than the graph takes.
+        """
+        _check_inputs(graph, inputs)
+        outputs = self.load(graph)(*[Tensor.from_numpy(np.ascontiguousarray(array)) for array in inputs])
+        return [output.asnumpy() for output in outputs]
+
+    def load(self, graph: GraphInfo) -> nn.GraphCell:
+        """The graph as a callable of MindSpore; loaded once.
+
+        Raises:
+            MsLongctxError: the file is damaged, or the key is wrong.
+        """
+        if graph.file not in self._loaded:
+            stem = graph.file.removesuffix(SUFFIX).removesuffix("_graph")
+            verify_files(self.folder, self.manifest, [graph.file, f"{stem}_variables/"])
+            options = {"dec_key": self._key, "dec_mode": ENCRYPTION} if self._key else {}
+            try:
+                self._loaded[graph.file] = nn.GraphCell(ms.load(str(self.folder / graph.file), **options))
+            except (RuntimeError, ValueError) as error:
+                reason = "the key of --key_file is not the one it was encrypted with" if self._key else str(error)
+                raise MsLongctxError(f"{self.folder / graph.file}: cannot be loaded: {reason}") from error
+        return self._loaded[graph.file]
+
+
+def _check_inputs(graph: GraphInfo, inputs: Sequence[NDArray]) -> None:
+    if len(inputs) != len(graph.inputs):
+        raise MsLongctxError(f"{graph.file}: {len(inputs)} inputs given, it takes {len(graph.inputs)}")
+    for info, array in zip(graph.inputs, inputs, strict=True):
+        wanted = np.dtype(np.int32) if info.dtype == "int32" else _cache_type(info.dtype)
+        fits = len(info.shape) == array.ndim and all(
+            size in (None, found) for size, found in zip(info.shape, array.shape, strict=True)
+        )
+        if not fits or array.dtype != wanted:
+            raise MsLongctxError(
+                f"{graph.file}: input {info.name} is {array.dtype} {list(array.shape)}; it takes {info.dtype} "
+                f"{['any' if size is None else size for size in info.shape]}"
+            )
+
+
+def _cache_type(dtype: str) -> np.dtype:
+    """NumPy's type of a tensor of ``dtype`` (for bf16 the one MindSpore brings)."""
+    return Tensor(np.zeros(1), as_dtype(dtype)).asnumpy().dtype
+
+
+def _renamed(graph: GraphInfo, file: str) -> GraphInfo:
+    return GraphInfo(graph.role, file, graph.chunk, graph.length, graph.inputs, graph.outputs)
+
+
+def _store_once(folder: Path) -> None:
+    """Make hard links of weight files with equal content: prefill and decode have the same weights."""
+    first: dict[str, Path] = {}
+    for path in sorted(folder.glob("*_variables/data_*")):
+        digest = sha256(path)
+        if digest not in first:
+            first[digest] = path
+            continue
+        try:
+            path.unlink()
+            os.link(first[digest], path)
+        except OSError:  # a file system without links: copy the content back
+            logging.getLogger(__name__).info("%s cannot be linked, it is copied", path)
+            path.write_bytes(first[digest].read_bytes())
+            path.chmod(stat.S_IRUSR)

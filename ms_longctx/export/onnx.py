@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ONNX (opset 11, static shapes) by MindSpore's exporter, with the names of the manifest instead of node numbers."""
+
+from __future__ import annotations
+
+import functools
+import stat
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.export.manifest import GraphInfo, Manifest
+from ms_longctx.export.plan import Plan
+from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
+from ms_longctx.models.llama import LlamaForCausalLM
+
+SUFFIX = ".onnx"
+MAX_BYTES = 2 * 10**9  # a protobuf message ends at 2 GiB
+
+
+def export_onnx(model: LlamaForCausalLM, folder: Path, plan: Plan) -> Manifest:
+    """Write the graphs of ``plan``, tokenizer, configuration and manifest; see :func:`write_onnx`.
+
+    Raises:
+        MsLongctxError: as :func:`check_onnx`.
+    """
+    plan.check(model.config)
+    check_onnx(model)
+    with new_directory(folder) as partial:
+        graphs = plan.graphs(model.config, dtype_name(model), SUFFIX)
+        for graph in graphs:
+            write_onnx(model, plan, graph, partial / graph.file)
+        write_model_files(model, partial)
+        return finish(partial, model, plan, graphs, "onnx", notes=["ONNX opset 11, static shapes"])
+
+
+def check_onnx(model: LlamaForCausalLM) -> None:
+    """Refuse what MindSpore's exporter or the format cannot hold.
+
+    Raises:
+        MsLongctxError: bf16, or weights above 2 GB.
+    """
+    if dtype_name(model) == "bf16":
+        raise MsLongctxError("MindSpore's ONNX exporter has no bf16; export in fp32 or fp16 (--dtype)")
+    size = sum(parameter.nbytes for parameter in {id(p): p for p in model.get_parameters()}.values())
+    if size > MAX_BYTES:
+        raise MsLongctxError(
+            f"the weights have {size / 1e9:.1f} GB, an ONNX file holds at most 2 GB; export in fp16, or --format mindir"
+        )
+
+
+def write_onnx(model: LlamaForCausalLM, plan: Plan, graph: GraphInfo, path: Path) -> None:
+    """Export one graph to ``path``."""
+    net, inputs = build_graph(model, plan, graph)
+    ms.export(net, *inputs, file_name=str(path), file_format="ONNX")
+    path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    content = _model_message()()
+    content.ParseFromString(path.read_bytes())
+    _rename(content.graph, [info.name for info in graph.inputs], [info.name for info in graph.outputs])
+    path.write_bytes(content.SerializeToString())
+
+
+def _rename(graph: Any, inputs: list[str], outputs: list[str]) -> None:
+    """Give the values that go in and out of a graph their names of the manifest."""
+    values = [*graph.input, *graph.output]
+    names = dict(zip((value.name for value in values), [*inputs, *outputs], strict=True))
+    for value in values:
+        value.name = names[value.name]
+    for node in graph.node:
+        for ends in (node.input, node.output):
+            for index, name in enumerate(ends):
+                if name in names:
+                    ends[index] = names[name]
+
+
+@functools.cache
+def _model_message() -> Any:
+    """The part of ONNX's ``ModelProto`` that carries names; protobuf keeps all other fields as they are."""
+    file = descriptor_pb2.FileDescriptorProto(name="ms_longctx_onnx.proto", package="ms_longctx_onnx", syntax="proto2")
+    _add_message(file, "Value", {"name": (1, None, False)})
+    _add_message(file, "Node", {"input": (1, None, True), "output": (2, None, True)})
+    parts = {"node": (1, "Node", True), "input": (11, "Value", True), "output": (12, "Value", True)}
+    _add_message(file, "Graph", parts)
+    _add_message(file, "Model", {"graph": (7, "Graph", False)})
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("ms_longctx_onnx.Model"))
+
+
+def _add_message(file: Any, name: str, fields: dict[str, tuple[int, str | None, bool]]) -> None:
+    """Describe a message whose fields (number, message type or ``None`` for text, repeated) are given."""
+    message = file.message_type.add(name=name)
+    for field_name, (number, kind, repeated) in fields.items():
+        field = message.field.add(name=field_name, number=number)
+        field.label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
+        field.type = field.TYPE_STRING if kind is None else field.TYPE_MESSAGE
+        if kind is not None:
+            field.type_name = f".ms_longctx_onnx.{kind}"
