@@ -163,6 +163,7 @@ class PackedRuns(nn.Cell):
             return Tensor(np.broadcast_to(last, (batch, length)).copy())
 
         self.row_ends = ms.constexpr(row_ends)
+        self.places = ms.constexpr(lambda total: min(MAX_SEQUENCES, total))
         self.count = ms.constexpr(lambda total: Tensor(np.arange(1, total + 1).astype(np.float32)))
 
     def construct(self, documents: Tensor, batch: Any, length: Any) -> Any:
@@ -175,7 +176,7 @@ class PackedRuns(nn.Cell):
         # float32 counts tokens exactly up to 2**24. More runs than places would leave an end short of the total,
         # which the operator refuses.
         ends, _ = self.sort(ops.masked_fill(self.count(total), ops.logical_not(last), float(total)))
-        ends = ops.cast(ends[: min(MAX_SEQUENCES, total)], mstype.int32)
+        ends = ops.cast(ends[: self.places(total)], mstype.int32)
         ended = ops.cast(last, mstype.int32)
         run = self.cumulated(ended, 0) - ended
         begins = ops.gather(ops.concat((ops.zeros((1,), mstype.int32), ends), 0), run, 0)
