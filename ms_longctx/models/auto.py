@@ -8,10 +8,11 @@ from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.models.gguf import GgufCheckpoint
 from ms_longctx.models.hf import HfCheckpoint
+from ms_longctx.models.sharded import ShardedCheckpoint, is_sharded
 
 
 def open_checkpoint(path: Path, **overrides: Any) -> TensorSource:
-    """The tensors and the configuration of a Hugging Face directory or a GGUF file.
+    """The tensors and the configuration of a Hugging Face directory, a directory of pieces or a GGUF file.
 
     Args:
         path: the directory, or a file whose name ends in ``.gguf``.
@@ -20,6 +21,8 @@ def open_checkpoint(path: Path, **overrides: Any) -> TensorSource:
     Raises:
         MsLongctxError: there is no such model, or it is not supported.
     """
+    if path.is_dir() and is_sharded(path):
+        return ShardedCheckpoint(path, **overrides)
     if path.is_dir():
         return HfCheckpoint(path, **overrides)
     if path.suffix == ".gguf" and path.is_file():

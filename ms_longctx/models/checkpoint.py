@@ -15,6 +15,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.parallel.slices import Piece
 
 DTYPES = {
     "fp32": ms.float32,
@@ -42,8 +43,12 @@ class TensorSource(Protocol):
         """Shape of every tensor by its Hugging Face name."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """The values of one tensor."""
+    def read(self, name: str, piece: Piece | None = None) -> np.ndarray:
+        """The values of one tensor, or of a block of it."""
+        ...
+
+    def types(self) -> set[str]:
+        """Safetensors names (F32, F16, BF16) of the types the tensors have."""
         ...
 
 

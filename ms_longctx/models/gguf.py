@@ -12,6 +12,7 @@ import numpy as np
 
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.parallel.slices import Piece
 
 # GGUF name -> Hugging Face name, outside and inside a block.
 _GLOBAL_NAMES = {
@@ -67,8 +68,16 @@ class GgufCheckpoint:
         """Shape of every tensor by its Hugging Face name."""
         return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in fp32, with the rows of q and k in Hugging Face's order."""
+    def read(self, name: str, piece: Piece | None = None) -> np.ndarray:
+        """One tensor, or a block of it, in fp32, with the rows of q and k in Hugging Face's order."""
+        array = self._read(name)
+        return array if piece is None else np.array(array[piece.place_in(Piece.all_of(array.shape))])
+
+    def types(self) -> set[str]:
+        """Safetensors name of the type that the tensors are given in."""
+        return {"F32"}
+
+    def _read(self, name: str) -> np.ndarray:
         from gguf import dequantize
 
         tensor = self._tensors[name]

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import StoredPart, stored_parts
 from ms_longctx.models.hf_config import read_config, read_json, write_config
 from ms_longctx.models.safetensors_io import StoredTensor, read_header, tensor_bytes, write_file
+from ms_longctx.parallel.slices import Piece
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,9 +55,14 @@ class HfCheckpoint:
         """Shape of every tensor by its name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """The values of one tensor: fp32 (also for bf16) or fp16."""
-        return self._tensors[name].read()
+    def read(self, name: str, piece: Piece | None = None) -> np.ndarray:
+        """The values of one tensor, or of a block of it: fp32 (also for bf16) or fp16."""
+        stored = self._tensors[name]
+        return stored.read() if piece is None else stored.read_part(piece.place_in(Piece.all_of(stored.shape)))
+
+    def types(self) -> set[str]:
+        """Safetensors names of the types of the tensors."""
+        return {tensor.dtype for tensor in self._tensors.values()}
 
 
 def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -99,12 +106,13 @@ def save_model(
     """
     _refuse_adapters(model)
     file_type, torch_name = _FILE_TYPES[dtype]
-    shards = _plan_shards(stored_parts(model, config), file_type, parse_size(max_shard_size))
+    parts, limit = stored_parts(model, config), parse_size(max_shard_size)
+    shapes = {part.name: part.shape for part in parts}
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
         try:
-            _write_shards(shards, partial, file_type, dtype)
+            write_tensors(partial, file_type, shapes, _bits(parts, dtype), limit)
             write_config(config, partial, torch_name)
             if companions is not None:
                 _write_companions(companions, partial, folder)
@@ -140,33 +148,45 @@ def parse_size(size: int | str) -> int:
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 
-def _plan_shards(parts: list[StoredPart], file_type: str, limit: int) -> list[list[StoredPart]]:
-    """Consecutive tensors up to ``limit`` bytes a file; a larger tensor has a file of its own."""
-    shards: list[list[StoredPart]] = [[]]
-    used = 0
-    for part in parts:
-        size = tensor_bytes(file_type, part.shape)
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(part)
-        used += size
-    return shards
+def write_tensors(
+    folder: Path, file_type: str, shapes: dict[str, tuple[int, ...]], arrays: Iterable[np.ndarray], limit: int
+) -> None:
+    """Write the weights of a Hugging Face directory: one file, or several with their index.
 
-
-def _write_shards(shards: list[list[StoredPart]], folder: Path, file_type: str, dtype: ms.Type) -> None:
+    Args:
+        folder: it exists.
+        file_type: safetensors name of the type of all tensors.
+        shapes: of the tensors, in the order of ``arrays``.
+        arrays: taken one by one, as :func:`~ms_longctx.models.safetensors_io.write_file` takes them.
+        limit: bytes of a file; a larger tensor has a file of its own.
+    """
+    shards = _plan_shards(shapes, file_type, limit)
     if len(shards) == 1:
         names = [SINGLE_FILE]
     else:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, parts in zip(names, shards, strict=True):
-        shapes = {part.name: part.shape for part in parts}
-        write_file(folder / name, file_type, shapes, _bits(parts, dtype))
+    source = iter(arrays)
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, file_type, shard, itertools.islice(source, len(shard)))
     if len(shards) > 1:
-        total = sum(tensor_bytes(file_type, part.shape) for parts in shards for part in parts)
-        weight_map = {part.name: name for name, parts in zip(names, shards, strict=True) for part in parts}
+        total = sum(tensor_bytes(file_type, shape) for shape in shapes.values())
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _plan_shards(shapes: dict[str, tuple[int, ...]], file_type: str, limit: int) -> list[dict[str, tuple[int, ...]]]:
+    """Consecutive tensors up to ``limit`` bytes a file."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    used = 0
+    for name, shape in shapes.items():
+        size = tensor_bytes(file_type, shape)
+        if shards[-1] and used + size > limit:
+            shards.append({})
+            used = 0
+        shards[-1][name] = shape
+        used += size
+    return shards
 
 
 def _bits(parts: list[StoredPart], dtype: ms.Type) -> Iterator[np.ndarray]:

@@ -44,9 +44,20 @@ class StoredTensor:
         array = np.fromfile(self.path, _NUMPY_TYPES[self.dtype], count, offset=self.offset)
         if array.size != count:
             raise MsLongctxError(f"{self.path}: ends in the middle of a tensor; copy or download it again")
-        if self.dtype == "BF16":
-            array = (array.astype(np.uint32) << 16).view(np.float32)
-        return array.reshape(self.shape)
+        return self._widen(array.reshape(self.shape))
+
+    def read_part(self, part: tuple[slice, ...]) -> np.ndarray:
+        """As :meth:`read`, but only a block of the tensor; the rest is not read."""
+        if not self.shape or math.prod(self.shape) == 0:
+            return self.read()[part]
+        try:
+            mapped = np.memmap(self.path, _NUMPY_TYPES[self.dtype], "r", self.offset, self.shape)
+        except (OSError, ValueError) as error:
+            raise MsLongctxError(f"{self.path}: ends in the middle of a tensor; copy or download it again") from error
+        return self._widen(np.array(mapped[part]))
+
+    def _widen(self, array: np.ndarray) -> np.ndarray:
+        return (array.astype(np.uint32) << 16).view(np.float32) if self.dtype == "BF16" else array
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -88,10 +99,20 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * _NUMPY_TYPES[dtype].itemsize
 
 
+def to_bits(array: np.ndarray, dtype: str) -> np.ndarray:
+    """What :func:`write_file` takes for a type: bits for BF16, rounded to the nearest even as MindSpore does."""
+    if dtype != "BF16":
+        return array
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    # A NaN must not be rounded up to infinity.
+    return np.where(np.isnan(array), (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
 def write_file(path: Path, dtype: str, shapes: dict[str, tuple[int, ...]], arrays: Iterable[np.ndarray]) -> None:
     """Write a file whose tensors all have one type, taking ``arrays`` one by one in the order of ``shapes``.
 
-    Arrays of BF16 are their bits as uint16.
+    Arrays of BF16 are their bits as uint16; see :func:`to_bits`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -10,6 +10,9 @@ Layout of ``<output_dir>/checkpoints``::
     .writing-step-00000044/   a checkpoint that is being written, or was when the process died
 
 Killing the process at any moment leaves either the old or the new set of checkpoints, never a mixture.
+
+Several workers may write one checkpoint together, and may see different disks; then each disk has such a directory with
+what its workers wrote, and the newest step is the one that is whole on all of them (:class:`Peers`).
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.sharded import known_digests
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -33,12 +37,42 @@ _NAME = re.compile(r"step-(\d{8,})")
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Free space asked for above the estimate: room for logs and the file system's own records.
 _SPARE_BYTES = 64 << 20
+# In place of a step: none at all, and later than all.
+_NONE, _NO_BOUND = -1, 1 << 62
 
 logger = logging.getLogger(__name__)
 
 
 class DamagedCheckpointError(MsLongctxError):
     """A file of a checkpoint is missing, truncated or changed."""
+
+
+class Peers(Protocol):
+    """The workers of a run, seen from one of them; those on the same disk share the work of verifying."""
+
+    @property
+    def index(self) -> int:
+        """Place of this worker among those that see the same disk; 0 changes what is there."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many see the same disk."""
+        ...
+
+    def exchange(self, number: int) -> list[int]:
+        """The numbers of all workers of the run, whatever disk they see; all call it together."""
+        ...
+
+
+class Alone:
+    """:class:`Peers` of a process without others."""
+
+    index, count = 0, 1
+
+    def exchange(self, number: int) -> list[int]:
+        """The number itself."""
+        return [number]
 
 
 class CheckpointStore:
@@ -78,25 +112,39 @@ class CheckpointStore:
         Raises:
             MsLongctxError: the disk is full; older checkpoints are untouched.
         """
-        final = self.path(step)
-        if final.exists():
+        if (final := self.path(step)).exists():
             return final
-        work = self.directory / f".writing-{final.name}"
+        work = self.begin(step, estimated_bytes)
+        try:
+            write(work)
+            return self.finish(step)
+        except Exception as error:
+            raise self.abandon(step, error) from error
+
+    def begin(self, step: int, estimated_bytes: int = 0) -> Path:
+        """The empty directory that the checkpoint of ``step`` is written into, until :meth:`finish`.
+
+        Raises:
+            MsLongctxError: the disk is full.
+        """
+        work = self.working(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             self._check_space(estimated_bytes)
             work.mkdir()
-            write(work)
-            _seal(work)
-        except Exception as error:
-            shutil.rmtree(work, ignore_errors=True)
-            if _is_out_of_space(error):
-                raise MsLongctxError(
-                    f"checkpoint of step {step}: no space left in {self.directory} ({error}); "
-                    "older checkpoints are untouched. Free some space and go on with --resume"
-                ) from error
-            raise
+        except OSError as error:
+            raise self.abandon(step, error) from error
+        return work
+
+    def working(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is while it is being written."""
+        return self.directory / f".writing-{self.path(step).name}"
+
+    def finish(self, step: int) -> Path:
+        """Seal what was written, give it its name, and remove checkpoints that are too many."""
+        work, final = self.working(step), self.path(step)
+        _seal(work)
         os.replace(work, final)
         sync_directory(self.directory)
         write_text(self.directory / LATEST, final.name + "\n")
@@ -104,34 +152,65 @@ class CheckpointStore:
             _remove(self.path(old))
         return final
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint that verifies, ``None`` when there is no checkpoint at all.
+    def abandon(self, step: int, error: Exception) -> Exception:
+        """Remove what was written, and say what to raise because of ``error``."""
+        shutil.rmtree(self.working(step), ignore_errors=True)
+        if not _is_out_of_space(error):
+            return error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        known = any(reason.lower() == os.strerror(code).lower() for code in _OUT_OF_SPACE)
+        return MsLongctxError(
+            f"checkpoint of step {step}: no space left in {self.directory}{'' if known else f' ({reason})'}; "
+            "older checkpoints are untouched. Free some space and go on with --resume"
+        )
 
-        Damaged newer ones are reported and renamed to ``<name>.damaged``, so that the resumed run can write
-        those steps again.
+    def newest(self, peers: Peers | None = None) -> Path | None:
+        """The newest checkpoint that verifies on every worker, ``None`` when there is no checkpoint at all.
+
+        Later ones that are damaged or missing somewhere are reported and renamed to ``<name>.damaged``, so that the
+        resumed run can write those steps again.
+
+        Args:
+            peers: the workers of the run, which all call this together.
 
         Raises:
-            DamagedCheckpointError: there are checkpoints, but none is whole.
+            DamagedCheckpointError: there are checkpoints, but none is whole everywhere.
         """
-        damaged: list[Path] = []
-        for step in reversed(self.steps()):
-            path = self.path(step)
-            try:
-                verify(path)
-            except DamagedCheckpointError as error:
-                logger.warning("%s; falling back to the checkpoint before it", error)
-                damaged.append(path)
-                continue
-            for broken in damaged:
-                aside = broken.with_name(f"{broken.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                os.replace(broken, aside)
-            return path
-        if damaged:
+        peers = peers or Alone()
+        listed = self.steps()
+        bound = _NO_BOUND
+        while True:
+            own = [step for step in listed if step < bound]
+            candidate = min(peers.exchange(own[-1] if own else _NONE))
+            if candidate == _NONE:
+                break
+            if min(peers.exchange(int(candidate in own and self._is_whole(candidate, peers)))):
+                self._set_aside([step for step in listed if step > candidate], peers)
+                return self.path(candidate)
+            bound = candidate
+        most = max(peers.exchange(len(listed)))
+        if most:
+            where = "" if isinstance(peers, Alone) else " on every worker"
             raise DamagedCheckpointError(
-                f"{self.directory}: none of the {len(damaged)} checkpoints is whole; start again with --overwrite"
+                f"{self.directory}: none of the {most} checkpoints is whole{where}; start again with --overwrite"
             )
         return None
+
+    def _is_whole(self, step: int, peers: Peers) -> bool:
+        try:
+            verify(self.path(step), peers.index, peers.count)
+        except DamagedCheckpointError as error:
+            logger.warning("%s; falling back to the checkpoint before it", error)
+            return False
+        return True
+
+    def _set_aside(self, steps: list[int], peers: Peers) -> None:
+        for step in steps if peers.index == 0 else []:
+            broken = self.path(step)
+            aside = broken.with_name(f"{broken.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(broken, aside)
+        peers.exchange(0)  # nobody goes on before it is done
 
     def remove_after(self, step: int) -> None:
         """Remove the checkpoints later than ``step``, the newest first."""
@@ -152,8 +231,12 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def verify(path: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
+def verify(path: Path, index: int = 0, count: int = 1) -> None:
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        path: the checkpoint.
+        index, count: read only every ``count``-th file, from ``index`` on; sizes are compared of all.
 
     Raises:
         DamagedCheckpointError: names the first file that is missing, truncated or changed.
@@ -167,7 +250,7 @@ def verify(path: Path) -> None:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{manifest}: damaged ({error!r})") from error
-    for name, expected in files.items():
+    for number, (name, expected) in enumerate(files.items()):
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"{file}: missing from the checkpoint")
@@ -175,7 +258,7 @@ def verify(path: Path) -> None:
             raise DamagedCheckpointError(
                 f"{file}: truncated or changed, {file.stat().st_size} bytes instead of {expected['size']}"
             )
-        if _sha256(file) != expected["sha256"]:
+        if number % count == index and _sha256(file) != expected["sha256"]:
             raise DamagedCheckpointError(f"{file}: contents changed, the SHA-256 differs from {MANIFEST}")
 
 
@@ -205,12 +288,17 @@ def sync_directory(path: Path) -> None:
 
 
 def _seal(work: Path) -> None:
-    """Flush every file to the disk and write the manifest last."""
+    """Flush every file to the disk and write the manifest last; of shards their writers know the digests."""
     files = {}
+    known = known_digests(work)
     for file in sorted(p for p in work.rglob("*") if p.is_file()):
+        name = file.relative_to(work).as_posix()
+        if name in known:
+            files[name] = known[name]
+            continue
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
-        files[file.relative_to(work).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        files[name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
     write_json(work / MANIFEST, {"files": files})
 
 

@@ -79,11 +79,15 @@ class Throughput:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation between 0 and 1 (formula: :mod:`ms_longctx.train.flops`)."""
+        """Model FLOPs utilisation between 0 and 1 (formula: :mod:`ms_longctx.train.flops`).
+
+        ``None`` also where it would be above 1: then the peak was measured while the machine was busy.
+        """
         speed = self.tokens_per_second
         if speed is None or not self.peak_flops:
             return None
-        return speed * self.flops_per_token / self.peak_flops
+        share = speed * self.flops_per_token / self.peak_flops
+        return share if share <= 1 else None
 
     def remaining_seconds(self, steps: int) -> float | None:
         """Time that so many more steps take."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from ms_longctx.config.model import LlamaConfig
+from ms_longctx.models.pieces import FilePiece, PieceSource, file_pieces, read_parameter
 from ms_longctx.models.safetensors_io import read_header, write_file
+from ms_longctx.models.sharded import BlockSource, ShardedCheckpoint, is_sharded
 from ms_longctx.optim.adamw import AdamW
 from ms_longctx.optim.loss_scale import DynamicLossScale
+from ms_longctx.parallel.slices import Piece
 from ms_longctx.train.checkpoint import DamagedCheckpointError, write_json
 
 # Subdirectory, so that the checkpoint itself is a plain Hugging Face or peft directory.
@@ -43,23 +46,21 @@ class Progress:
     tokens: int = 0
 
 
-def save_state(
+def write_state(
     checkpoint: Path,
     progress: Progress,
     optimizer: AdamW,
     loss_scale: DynamicLossScale,
     facts: dict[str, Any],
 ) -> None:
-    """Write everything but the weights into ``checkpoint/trainer``.
+    """Write everything but weights and moments into ``checkpoint/trainer``.
 
     Args:
         facts: plain data that :func:`read_state` returns, to compare with the resuming run.
     """
     directory = checkpoint / DIRECTORY
-    directory.mkdir()
-    state = optimizer.state()
-    step = int(state.pop("step").asnumpy())
-    _write_tensors(directory, state)
+    directory.mkdir(exist_ok=True)
+    step = int(optimizer.step.asnumpy())
     write_json(
         directory / _STATE,
         {
@@ -88,18 +89,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return values
 
 
-def restore_state(checkpoint: Path, values: dict[str, Any], optimizer: AdamW, loss_scale: DynamicLossScale) -> Progress:
-    """Put the contents of a checkpoint back, and say how far it was.
-
-    Args:
-        values: from :func:`read_state`.
-
-    Raises:
-        MsLongctxError: the optimizer of this run is another one; the message names the difference.
-    """
-    arrays = dict(_read_tensors(checkpoint / DIRECTORY))
-    arrays["step"] = np.asarray(values["optimizer"]["step"], np.int32)
-    optimizer.load_state(arrays, values["optimizer"]["hyperparameters"])
+def restore_state(values: dict[str, Any], loss_scale: DynamicLossScale) -> Progress:
+    """Continue loss scale and random numbers from :func:`read_state`, and say how far the run was."""
     loss_scale.load_state_dict(values["loss_scale"])
     set_random_state(values["random"])
     return Progress(**values["progress"])
@@ -128,22 +119,47 @@ def set_random_state(state: dict[str, Any]) -> None:
     ms.set_rng_state(Tensor(np.array(state["mindspore_generator"], np.uint8)))
 
 
-def _write_tensors(directory: Path, state: dict[str, Parameter]) -> None:
-    shards: list[dict[str, Parameter]] = [{}]
+def write_moments(checkpoint: Path, optimizer: AdamW, config: LlamaConfig) -> None:
+    """Write the whole state of the optimizer into ``checkpoint/trainer``, names as in files of weights."""
+    directory = checkpoint / DIRECTORY
+    directory.mkdir(exist_ok=True)
+    shards: list[list[tuple[FilePiece, Parameter]]] = [[]]
     used = 0
-    for name, parameter in state.items():
+    for name, parameter in _moments(optimizer).items():
         if shards[-1] and used + parameter.nbytes > _SHARD_BYTES:
-            shards.append({})
+            shards.append([])
             used = 0
-        shards[-1][name] = parameter
+        pieces = file_pieces(name, Piece.all_of(parameter.shape), config)
+        shards[-1] += [(piece, parameter) for piece in pieces]
         used += parameter.nbytes
     for number, shard in enumerate(shards, start=1):
         path = directory / f"optimizer-{number:05d}-of-{len(shards):05d}.safetensors"
-        shapes = {name: tuple(parameter.shape) for name, parameter in shard.items()}
-        write_file(path, "F32", shapes, (parameter.asnumpy() for parameter in shard.values()))
+        shapes = {place.name: place.piece.whole for place, _ in shard}
+        write_file(path, "F32", shapes, (place.take(parameter.asnumpy()) for place, parameter in shard))
 
 
-def _read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    for path in sorted(directory.glob("optimizer-*.safetensors")):
-        for name, tensor in read_header(path).items():
-            yield name, tensor.read()
+def open_moments(checkpoint: Path) -> PieceSource:
+    """The optimizer's state in a checkpoint, whole or in pieces."""
+    if is_sharded(checkpoint):
+        return ShardedCheckpoint(checkpoint).moments
+    found = {}
+    for path in sorted((checkpoint / DIRECTORY).glob("optimizer-*.safetensors")):
+        found.update({name: {Piece.all_of(tensor.shape): tensor} for name, tensor in read_header(path).items()})
+    return BlockSource(checkpoint / DIRECTORY, found)
+
+
+def read_moments(checkpoint: Path, optimizer: AdamW, config: LlamaConfig) -> dict[str, np.ndarray]:
+    """The whole state of the optimizer by its own names; what the checkpoint has beyond it, by the file's."""
+    source = open_moments(checkpoint)
+    left, arrays = set(source.shapes()), {}
+    for name, parameter in _moments(optimizer).items():
+        whole = Piece.all_of(parameter.shape)
+        places = {place.name for place in file_pieces(name, whole, config)}
+        if places <= source.shapes().keys():
+            arrays[name] = read_parameter(source, name, whole, config, checkpoint)
+            left -= places
+    return arrays | {name: source.read(name) for name in left}
+
+
+def _moments(optimizer: AdamW) -> dict[str, Parameter]:
+    return {name: parameter for name, parameter in optimizer.state().items() if name != "step"}

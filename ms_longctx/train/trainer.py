@@ -22,29 +22,22 @@ from ms_longctx.device import select_device
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.schedule import Schedule
 from ms_longctx.parallel.reading import check_device
-from ms_longctx.parallel.sequence import padded_length
 from ms_longctx.parallel.strategy import Strategy
 from ms_longctx.parallel.world import join_world
-from ms_longctx.train.build import (
-    build_loss_scale,
-    build_model,
-    build_optimizer,
-    check_dtype,
-    copy_tokenizer,
-    tokenizer_fingerprint,
-)
+from ms_longctx.train.build import build_loss_scale, check_dtype, tokenizer_fingerprint
 from ms_longctx.train.checkpoint import write_text
+from ms_longctx.train.disks import find_disk
+from ms_longctx.train.engine import Engine, LocalEngine
 from ms_longctx.train.flops import flops_per_token, peak_flops
 from ms_longctx.train.interrupt import StopRequest
 from ms_longctx.train.monitor import Monitor, SilentMonitor, StepReport, Throughput
-from ms_longctx.train.objectives import Batch, NextToken, count_supervised, count_tokens
+from ms_longctx.train.objectives import Batch, count_supervised, count_tokens
 from ms_longctx.train.resume import check_changes, check_data
-from ms_longctx.train.rundir import CONFIG_FILE, FollowedDirectory, RunDirectory
-from ms_longctx.train.state import Progress, read_state, restore_state, save_state
-from ms_longctx.train.step import EvalStep, StepResult, TrainStep
+from ms_longctx.train.rundir import CONFIG_FILE, RunDirectory
+from ms_longctx.train.state import Progress, read_state, restore_state, write_state
+from ms_longctx.train.step import StepResult
 from ms_longctx.train.stream import MicroBatches, describe_set, open_evaluation_set, open_training_set
 from ms_longctx.train.workers import Workers
-from ms_longctx.tuning import count_parameters, save_adapter
 
 NO_TOKENS = "no supervised token in the batch"
 NOT_FINITE = "gradient is infinite or NaN"
@@ -90,8 +83,13 @@ class Trainer:
         self.world = join_world(self.device)
         with self.world:
             self.workers = Workers(Strategy.from_config(run, self.world.size), self.world.rank)
-            self.total_steps = _total_steps(run, self._rows)
-            self.directory = self._open_directory(overwrite)
+            section, path = run.train, Path(run.train.output_dir)
+            strategy = self.workers.strategy
+            accumulated = run.train.gradient_accumulation_steps
+            self.micro_batches = strategy.micro_batch_num if strategy.pp > 1 else accumulated
+            self.total_steps = _total_steps(run, self._rows, self.micro_batches)
+            self.disk = find_disk(self.workers, path)
+            self.directory = RunDirectory(path, section.keep_checkpoints, section.resume, overwrite, self.disk)
             try:
                 self._build()
             except BaseException:
@@ -102,17 +100,6 @@ class Trainer:
     def _rows(self) -> int:
         """Sequences of a micro batch of all workers together."""
         return self.run.train.batch_size * self.workers.strategy.dp
-
-    def _open_directory(self, overwrite: bool) -> RunDirectory | FollowedDirectory:
-        """The main worker decides which checkpoint all go on from."""
-        section = self.run.train
-        path = Path(section.output_dir)
-        if not self.workers.is_main:
-            found = self.workers.share(None)
-            return FollowedDirectory(path, None if found is None else Path(found))
-        directory = RunDirectory(path, section.keep_checkpoints, section.resume, overwrite)
-        self.workers.share(None if directory.checkpoint is None else str(directory.checkpoint))
-        return directory
 
     def _build(self) -> None:
         run, checkpoint = self.run, self.directory.checkpoint
@@ -126,18 +113,14 @@ class Trainer:
                 "holds those; give the model they are for as --model.pretrained"
             )
         _seed_everything(run.train.seed)
-        self.model = build_model(run, checkpoint, self.workers)
-        self._check_strategy()
-        self.optimizer = build_optimizer(run, self.model)
+        self.engine = self._build_engine(checkpoint)
+        self.model = self.engine.model
         self.loss_scale = build_loss_scale(run)
         self.schedule = Schedule.from_config(run.optimizer, self.total_steps)
         self.progress = Progress()
         if checkpoint is not None and saved is not None:
-            self.progress = restore_state(checkpoint, saved, self.optimizer, self.loss_scale)
-        objective = NextToken(self.model)
-        accumulation = run.train.gradient_accumulation_steps
-        self._train_step = TrainStep(objective, self.optimizer, accumulation, run.train.seed, self.workers)
-        self._eval_step = EvalStep(objective, self.workers)
+            self.engine.load_moments(checkpoint, saved["optimizer"])
+            self.progress = restore_state(saved, self.loss_scale)
         self._checks = {
             "vocab_size": self.model.config.vocab_size,
             "tokenizer": tokenizer_fingerprint(run),
@@ -147,6 +130,16 @@ class Trainer:
         self._batches.open()
         if run.data.eval_path is not None:
             self._open_evaluation_set()
+
+    def _build_engine(self, checkpoint: Path | None) -> Engine:
+        """Several Ascend devices run one program; adapters, which it does not split, and all else run locally."""
+        strategy = self.workers.strategy
+        is_split = strategy.mp * strategy.pp > 1 or strategy.optimizer_shard
+        if self.device == "Ascend" and self.workers.count > 1 and (is_split or not self.run.lora.enabled):
+            from ms_longctx.train.program_engine import ProgramEngine
+
+            return ProgramEngine(self.run, self.disk, checkpoint)
+        return LocalEngine(self.run, self.workers, checkpoint)
 
     def train(self) -> Summary:
         """Train to the end, or to the first Ctrl-C or SIGTERM, and save.
@@ -182,7 +175,7 @@ class Trainer:
         self.model.set_train(False)
         total, tokens = 0.0, 0
         for batch in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
-            loss, count = self._eval_step(batch)
+            loss, count = self.engine.evaluate(batch)
             total += loss
             tokens += count
         self.model.set_train()
@@ -198,7 +191,7 @@ class Trainer:
         while progress.step < self.total_steps:
             if self.workers.any(stop.requested):
                 return True
-            step_batches: list[Batch] = [next(batches) for _ in range(section.gradient_accumulation_steps)]
+            step_batches: list[Batch] = [next(batches) for _ in range(self.micro_batches)]
             self._step(step_batches)
             # Evaluated before saved: a checkpoint means that everything up to its step is in the log.
             if self.run.data.eval_path is not None and self._is_due(section.eval_steps):
@@ -218,7 +211,7 @@ class Trainer:
         start = time.perf_counter()
         result = None
         if any(count_supervised(batch) for batch in batches):
-            result = self._train_step(batches, rate, scale, self.progress.step)
+            result = self.engine.step(batches, rate, scale, self.progress.step)
         self.progress.step += 1
         report = _report(self.progress.step, result, batches, rate, scale, time.perf_counter() - start)
         self.progress.tokens += 0 if report.skipped else report.supervised_tokens
@@ -227,32 +220,21 @@ class Trainer:
             self.loss_scale.update(result.finite)
 
     def _save(self) -> Path:
-        parameters = list(self.model.trainable_params()) + list(self.optimizer.state().values())
-        size = sum(parameter.nbytes for parameter in parameters)
-        path = self.directory.save(self.progress.step, self._write_checkpoint, size)
-        self.workers.any(False)  # no worker goes on, or ends, before the checkpoint is complete
-        return path
+        """Return when the checkpoint is complete: no worker goes on, or ends, before."""
+        size = self.engine.saved_bytes(self.disk.is_lead)
+        return self.directory.save(self.progress.step, self.engine.write_share, self._write_rest, size)
 
-    def _write_checkpoint(self, directory: Path) -> None:
-        if self.run.lora.enabled:
-            save_adapter(self.model, directory, self.run.model.pretrained or "")
-        else:
-            self.model.save_pretrained(directory)
-            copy_tokenizer(self.run, directory)
+    def _write_rest(self, directory: Path) -> None:
+        self.engine.write_rest(directory)
         facts = {"config": self.run.as_dict(), "data": describe_set(self.manifest)}
-        save_state(directory, self.progress, self.optimizer, self.loss_scale, facts)
-
-    def _check_strategy(self) -> None:
-        strategy = self.workers.strategy
-        length = padded_length(self.run.data.seq_length, strategy)
-        strategy.check_model(self.model.config, length, self.run.train.batch_size)
+        write_state(directory, self.progress, self.engine.optimizer, self.loss_scale, facts)
 
     def _open_monitor(self) -> Monitor | SilentMonitor:
         if not self.workers.is_main:
             return SilentMonitor()
         stated = {key: self._stated(key) for key in sorted({key.split(".")[0] for key in self.run.given})}
         write_text(self.directory.path / CONFIG_FILE, yaml.safe_dump(stated, sort_keys=False))
-        trained, _ = count_parameters(self.model)
+        trained, _ = self.engine.count_parameters()
         adapters = trained if self.run.lora.enabled else 0
         flops = flops_per_token(self.model.config, self.run.data.seq_length, adapters)
         peak = peak_flops(self.device, self.run.train.dtype)
@@ -269,13 +251,13 @@ class Trainer:
         )
 
     def _describe(self) -> str:
-        trained, total = count_parameters(self.model)
+        trained, total = self.engine.count_parameters()
         section = self.run.train
         start = f"resuming after step {self.progress.step}" if self.progress.step else "starting"
         workers = f" with {self.workers.strategy.describe()}" if self.workers.count > 1 else ""
         return (
             f"{start}: {trained:,} of {total:,} parameters train on {self.device}{workers} in {section.dtype}, "
-            f"{self.total_steps} steps of {self._rows} x {section.gradient_accumulation_steps} "
+            f"{self.total_steps} steps of {self._rows} x {self.micro_batches} "
             f"sequences of {self.run.data.seq_length} tokens from {self.manifest.samples:,} samples"
         )
 
@@ -303,7 +285,7 @@ def _report(
     )
 
 
-def _total_steps(run: RunConfig, rows: int) -> int:
+def _total_steps(run: RunConfig, rows: int, micro_batches: int) -> int:
     section = run.train
     batches = batches_per_epoch(str(run.data.path), rows, drop_last=run.data.drop_last)
     if not batches:
@@ -314,11 +296,11 @@ def _total_steps(run: RunConfig, rows: int) -> int:
         )
     if section.max_steps is not None and section.epochs is None:
         return section.max_steps
-    steps = (section.epochs or 1) * batches // section.gradient_accumulation_steps
+    steps = (section.epochs or 1) * batches // micro_batches
     if not steps:
         raise MsLongctxError(
             f"data.path: {section.epochs or 1} epoch(s) of {batches} batches give no step of "
-            f"train.gradient_accumulation_steps = {section.gradient_accumulation_steps}; lower it, or set "
+            f"train.gradient_accumulation_steps = {micro_batches}; lower it, or set "
             "train.max_steps"
         )
     return min(steps, section.max_steps or steps)

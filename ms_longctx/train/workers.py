@@ -12,6 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_longctx.errors import MsLongctxError
 from ms_longctx.optim.adamw import LOOP_PIECE
 from ms_longctx.parallel.collectives import Group, make_all_reduce, make_broadcast
 from ms_longctx.parallel.sequence import split_sequence
@@ -27,7 +28,7 @@ class Workers:
     knows how many supervised tokens a step has, and positions in the data mean the same under every strategy.
 
     Args:
-        strategy: how the run is spread; its tensor and pipeline parallel degrees are 1.
+        strategy: how the run is spread.
         rank: of this process.
     """
 
@@ -46,8 +47,13 @@ class Workers:
 
     @property
     def group(self) -> Group:
-        """The workers that train the same weights: all of them."""
+        """The workers that hold the same weights; all of them, where tensor and pipeline parallel degrees are 1."""
         return Group(self.strategy.group("dp_cp", self.rank), self.rank)
+
+    @property
+    def everyone(self) -> Group:
+        """All workers."""
+        return Group(tuple(range(self.count)), self.rank)
 
     def shard(self, batch: Batch) -> Batch:
         """The rows of this data parallel copy, and of each row the tokens of this worker.
@@ -71,10 +77,37 @@ class Workers:
             return flag
         return int(self._sum(Tensor([int(flag)], ms.int32)).asnumpy()[0]) > 0
 
+    def exchange(self, number: int) -> list[int]:
+        """The numbers (int32) of all workers, by rank; all call it together."""
+        if self.count == 1:
+            return [number]
+        own = np.zeros(self.count, np.int32)
+        own[self.rank] = number
+        return [int(value) for value in self._sum(Tensor(own)).asnumpy()]
+
+    def from_rank(self, number: float, rank: int) -> float:
+        """The number (fp32) of one worker, on all; all call it together."""
+        if self.count == 1:
+            return number
+        own = number if self.rank == rank else 0.0
+        return float(self._sum(Tensor([own], ms.float32)).asnumpy()[0])
+
+    def together(self, error: MsLongctxError | None, what: str) -> None:
+        """Go on if no worker has failed; all call it together, also the one that has.
+
+        Raises:
+            MsLongctxError: ``error`` itself where it happened, elsewhere one that names the rank.
+        """
+        failed = [rank for rank, flag in enumerate(self.exchange(int(error is not None))) if flag]
+        if error is not None:
+            raise error
+        if failed:
+            raise MsLongctxError(f"rank {failed[0]} could not {what}; its own message says why")
+
     @cached_property
     def _sum(self) -> Callable[[Tensor], Tensor]:
         """One operator for every step: each new one would be kept for ever."""
-        return make_all_reduce(self.group)
+        return make_all_reduce(self.everyone)
 
     def share(self, text: str | None) -> str | None:
         """The text of the main worker, on all; all call it together."""
@@ -88,7 +121,7 @@ class Workers:
         return self._from_main(received.astype(np.int32)).astype(np.uint8).tobytes().decode()
 
     def _from_main(self, values: np.ndarray) -> np.ndarray:
-        return values if not len(values) else make_broadcast(self.group)(Tensor(values)).asnumpy()
+        return values if not len(values) else make_broadcast(self.everyone)(Tensor(values)).asnumpy()
 
 
 ALONE = Workers()

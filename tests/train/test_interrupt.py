@@ -33,13 +33,14 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def start(rounds: int) -> subprocess.Popen[str]:
+def start(rounds: int, **options: bool) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(rounds)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        **options,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -64,6 +65,19 @@ def test_second_signal_ends_at_once(number: signal.Signals) -> None:
     out, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number and time.monotonic() - sent < 0.5
     assert out == "" and "stopping at once" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_the_terminal_sends(number: signal.Signals) -> None:
+    """A Ctrl-C goes to the whole group; MindSpore's handler makes SIGTERM of it, which the process sends itself."""
+    process = start(30, start_new_session=True)
+    witness = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(witness), number)  # what the terminal does beside
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert out == f"stopped {int(number)}\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(witness), 0)
 
 
 def test_without_signal_and_handlers_restored() -> None:
