@@ -11,7 +11,10 @@ import functools
 import hashlib
 from collections.abc import Callable
 
+import mindspore as ms
 from mindspore import Tensor, communication, nn, ops
+
+from ms_longctx.errors import MsLongctxError
 
 Ranks = tuple[int, ...]
 
@@ -43,9 +46,15 @@ def make_ring_shift(ranks: Ranks, index: int, offset: int, count: int, ordered: 
         return exchange((x,))[0]
 
     def shift_all(*tensors: Tensor) -> tuple[Tensor, ...]:
+        # One message: of several, the compiler drops those whose results this worker does not use, while their
+        # senders keep them.
+        _check_one_type(*[x.dtype for x in tensors])
+        message = shift_one(ops.concat([ops.reshape(x, (-1,)) for x in tensors]))
         moved: tuple[Tensor, ...] = ()
+        start = 0
         for x in tensors:
-            moved = (*moved, shift_one(x))
+            moved = (*moved, ops.reshape(message[start : start + x.size], x.shape))
+            start = start + x.size
         return moved
 
     return shift_one if count == 1 else shift_all
@@ -62,6 +71,14 @@ def make_broadcast(ranks: Ranks, index: int, root: int, ordered: bool) -> Callab
         return all_reduce(ops.zeros_like(x))
 
     return broadcast_own if index == root else broadcast_other
+
+
+@ms.constexpr
+def _check_one_type(*types: object) -> None:
+    if len(set(types)) > 1:
+        raise MsLongctxError(
+            f"ring_shift on Ascend: tensors of {', '.join(map(str, types))}; those that travel together have one type"
+        )
 
 
 @functools.cache
