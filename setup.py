@@ -50,6 +50,7 @@ EXTRAS = {
         "transformers==4.57.1",
         "peft==0.18.1",
         "rouge-score==0.1.2",
+        "onnxruntime>=1.17,<2",
     ],
     # The newest release that installs from a package index; it brings MindSpore 2.9.
     "mindformers": ["mindformers==1.9.0", "pyarrow==19.0.0", "pandas<3"],
@@ -96,6 +97,7 @@ setup(
     package_dir={"ms_longctx.presets": "yaml_configs"},
     package_data={
         "ms_longctx.doctor": ["compatibility.json", "rules/*.yaml"],
+        "ms_longctx.export": ["servable/*"],
         "ms_longctx.kernels": ["csrc/*"],
         "ms_longctx.parallel.virtual_cluster": ["*.cc"],
         "ms_longctx.presets": ["*.yaml"],

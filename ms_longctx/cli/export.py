@@ -51,6 +51,16 @@ def add_parser(subparsers: Any) -> None:
     work.add_argument("--batch_size", type=int, default=1, metavar="N", help="rows of the graphs; default 1")
     work.add_argument("--chunk", type=int, default=256, metavar="N", help="prompt tokens read at a time; default 256")
     work.add_argument("--key_file", metavar="FILE", help="AES key (16, 24 or 32 bytes): encrypt with AES-GCM (mindir)")
+    work.add_argument(
+        "--lite_type", choices=("ms", "mindir"), default="ms", help="Lite's own format or MindIR for Lite"
+    )
+    work.add_argument("--lite_weights", choices=("fp32", "fp16"), default="fp32", help="fp16 halves the file")
+    work.add_argument(
+        "--lite_route",
+        choices=("onnx", "rewrite"),
+        default="onnx",
+        help="through ONNX and Lite's converter, or MindIR rewritten to the older version (a fallback)",
+    )
     parser.take_defaults_from_config(
         {
             "model": "model.pretrained",
@@ -94,6 +104,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace, model: LlamaForCausalLM, plan: Plan, output: Path, key: bytes | None) -> Manifest:
     """Hand over to the format."""
-    from ms_longctx.export.mindir import export_mindir
+    if args.format == "mindir":
+        from ms_longctx.export.mindir import export_mindir
 
-    return export_mindir(model, output, plan, key)
+        return export_mindir(model, output, plan, key)
+    if args.format == "onnx":
+        from ms_longctx.export.onnx import export_onnx
+
+        return export_onnx(model, output, plan)
+    if args.format == "serving":
+        from ms_longctx.export.serving import export_serving
+
+        return export_serving(model, output, plan, args.lite_route)
+    from ms_longctx.export.lite import export_lite
+
+    return export_lite(model, output, plan, args.lite_type, args.lite_weights, args.lite_route)

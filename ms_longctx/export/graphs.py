@@ -7,7 +7,8 @@ returns logits with the keys and values of these tokens; whoever runs it writes 
 length of its own, so prompts need no padding on the left.
 
 Operators are those that MindSpore on every device, ONNX (opset 11) and MindSpore Lite 2.0 read: no fused kernels, no
-Rsqrt (imprecise in Lite), no boolean selection, at most four axes. Norms, rotation and softmax are computed in fp32.
+Rsqrt (imprecise in Lite), no boolean selection, at most four axes, and numbers as tensors (``x * 2.0`` is an operator
+of its own that older programs do not know). Norms, rotation and softmax are computed in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ms_longctx.nn.linear import Linear
 from ms_longctx.nn.norm import RMSNorm
 from ms_longctx.nn.rope import rope_frequencies
 
-_HIDDEN = 1.0e9  # taken from the score of a column that is not seen: its weight becomes 0 in fp32
+# Taken off the score of a column that is not seen: its weight becomes 0. It fits fp16, in which Lite may store it.
+_HIDDEN = 3.0e4
 
 
 class PlainLinear(nn.Cell):
@@ -49,7 +51,7 @@ class PlainNorm(nn.Cell):
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__(auto_prefix=False)
         self.weight = norm.weight
-        self.eps = norm.eps
+        self.eps = _constant(norm.eps)
         self.mean = ops.ReduceMean(keep_dims=True)
         self.square = ops.Square()
         self.sqrt = ops.Sqrt()
@@ -83,7 +85,7 @@ class PlainAttention(nn.Cell):
         self.v_proj, self.o_proj = PlainLinear(attention.v_proj), PlainLinear(attention.o_proj)
         self.batch, self.heads, self.kv_heads = batch, config.num_attention_heads, config.kv_heads
         self.dim = config.head_size
-        self.scale = float(config.head_size) ** -0.5
+        self.scale = _constant(config.head_size**-0.5)
         self.halves = ops.Split(axis=3, output_num=2)
         self.join = ops.Concat(axis=3)
         self.transpose = ops.Transpose()
@@ -180,7 +182,8 @@ class CachedGraph(nn.Cell):
         self.join = ops.Concat(axis=3)
         self.group = config.num_attention_heads // config.kv_heads
         self.kv_heads = config.kv_heads
-        self.window = config.sliding_window
+        self.window = None if config.sliding_window is None else _constant(config.sliding_window)
+        self.one, self.hidden_score = _constant(1.0), _constant(_HIDDEN)
         self.use_rope = config.position_embedding == "rope"
         self.positions = None if chunk is None else Tensor(np.arange(chunk, dtype=np.int32).reshape(1, -1))
         self.columns = None if length is None else Tensor(np.arange(length, dtype=np.int32).reshape(1, 1, 1, -1))
@@ -233,20 +236,21 @@ class CachedGraph(nn.Cell):
         """
         rows = ops.reshape(ops.tile(steps, (1, self.group)), (1, 1, -1, 1))
         fresh = ops.reshape(steps, (1, 1, 1, -1))
-        # Distances in tokens from the query back to the column, fp32: exact up to 16 million.
+        # Zeros that give the two parts the same rows: each row of the batch, each query.
+        each_batch, each_query = offset - offset, rows - rows
+        past_seen = ops.cast(ops.less(columns + each_query, offset), ms.float32)
+        fresh_seen = ops.cast(ops.greater_equal(rows + each_batch, fresh), ms.float32)
+        # Tokens from the column to the query, as fp32: exact up to 16 million.
         past_distance = ops.cast(rows + offset - columns, ms.float32)
-        fresh_distance = ops.cast(rows - fresh, ms.float32)
-        past_seen = ops.cast(ops.less(columns, offset), ms.float32) + 0.0 * past_distance
-        fresh_seen = ops.cast(ops.greater_equal(fresh_distance, 0.0), ms.float32)
+        fresh_distance = ops.cast(rows + each_batch - fresh, ms.float32)
         if self.window is not None:
-            past_seen = past_seen * ops.cast(ops.less(past_distance, float(self.window)), ms.float32)
-            fresh_seen = fresh_seen * ops.cast(ops.less(fresh_distance, float(self.window)), ms.float32)
-        fresh_seen = fresh_seen + ops.cast(offset * 0, ms.float32)  # one for each row of the batch
-        bias = (self.join((past_seen, fresh_seen)) - 1.0) * _HIDDEN
+            past_seen = past_seen * ops.cast(ops.less(past_distance, self.window), ms.float32)
+            fresh_seen = fresh_seen * ops.cast(ops.less(fresh_distance, self.window), ms.float32)
+        bias = (self.join((past_seen, fresh_seen)) - self.one) * self.hidden_score
         if not self.use_rope:
-            distance = self.join((past_distance, fresh_distance + ops.cast(offset * 0, ms.float32)))
-            per_row = self.slopes + ops.cast(ops.reshape(steps * 0, (1, 1, 1, -1)), ms.float32)
-            bias = bias - ops.reshape(per_row, (1, self.kv_heads, -1, 1)) * distance
+            slopes = self.slopes + ops.cast(fresh - fresh, ms.float32)
+            distance = self.join((past_distance, fresh_distance))
+            bias = bias - ops.reshape(slopes, (1, self.kv_heads, -1, 1)) * distance
         return bias
 
 
@@ -277,6 +281,11 @@ class DecodeGraph(CachedGraph):
     def construct(self, input_ids: Tensor, offset: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
         hidden, fresh = self.hidden(input_ids, offset, caches)
         return (self.logits(hidden),) + fresh
+
+
+def _constant(value: float) -> Tensor:
+    """A number as an fp32 tensor."""
+    return Tensor(np.array(value, np.float32))
 
 
 def _half_tables(config: LlamaConfig, rope_length: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,20 +8,19 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.export.exported import ExportedModel
 from ms_longctx.export.key import ENCRYPTION
-from ms_longctx.export.manifest import GraphInfo, Manifest, read_manifest, sha256, verify_files
+from ms_longctx.export.manifest import GraphInfo, Manifest, sha256, verify_files
 from ms_longctx.export.plan import Plan
-from ms_longctx.export.session import CacheSession
 from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
-from ms_longctx.models.checkpoint import as_dtype
 from ms_longctx.models.llama import LlamaForCausalLM
 
 SUFFIX = ".mindir"
@@ -61,28 +60,21 @@ def write_mindir(model: LlamaForCausalLM, plan: Plan, graph: GraphInfo, path: Pa
     ms.export(net, *inputs, file_name=str(path), file_format="MINDIR", **options)
 
 
-class MindIRModel:
-    """An exported directory as a model that generates; nothing but the MindIR files is used.
-
-    It stands where :func:`ms_longctx.generation.generate.generate_ids` takes a model.
+class MindIRModel(ExportedModel):
+    """A directory of :func:`export_mindir` as a model that generates; nothing but its files is used.
 
     Args:
-        folder: written by :func:`export_mindir`.
+        folder: holds ``manifest.json``.
         key: AES key of encrypted files.
-
-    Attributes:
-        manifest: see :class:`ms_longctx.export.manifest.Manifest`.
-        config: the model's architecture.
 
     Raises:
         MsLongctxError: not a MindIR export, or the key is missing or not wanted.
     """
 
+    format = "mindir"
+
     def __init__(self, folder: str | Path, key: bytes | None = None) -> None:
-        self.folder = Path(folder)
-        self.manifest = read_manifest(folder)
-        if self.manifest.format != "mindir":
-            raise MsLongctxError(f"{folder}: an export of format {self.manifest.format}; only mindir runs in MindSpore")
+        super().__init__(folder)
         if self.manifest.encryption and key is None:
             raise MsLongctxError(f"{folder}: its files are encrypted ({self.manifest.encryption}); give --key_file")
         if key is not None and not self.manifest.encryption:
@@ -92,54 +84,17 @@ class MindIRModel:
         self._key = key
         self._loaded: dict[str, nn.GraphCell] = {}
 
-    @property
-    def config(self) -> LlamaConfig:
-        """The architecture."""
-        return self.manifest.config
-
-    @property
-    def companions(self) -> Path:
-        """Where the tokenizer is."""
-        return self.folder
-
-    def engine(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> CacheSession:
-        """An engine (see :class:`ms_longctx.generation.engine.Engine`) for prompts of this length.
-
-        Raises:
-            MsLongctxError: more rows or tokens than the graphs hold.
-        """
-        tokens = max(len(prompt) for prompt in prompts) + max_new_tokens
-        graphs = {role: self.manifest.graph(role, tokens) for role in ("prefill", "decode")}
-        if len(prompts) > self.manifest.batch_size:
-            raise MsLongctxError(
-                f"{len(prompts)} prompts side by side, but {self.folder} was exported for "
-                f"{self.manifest.batch_size}; export again with --batch_size {len(prompts)}, or answer fewer at a time"
-            )
-        config, prefill = self.config, graphs["prefill"]
-        shape = {
-            "layers": config.num_hidden_layers,
-            "kv_heads": config.kv_heads,
-            "head_dim": config.head_size,
-            "batch": self.manifest.batch_size,
-            "chunk": prefill.chunk,
-            "length": prefill.length or tokens,
-            "exact": prefill.length is None,
-        }
-
-        def run(role: str, inputs: list[NDArray]) -> list[NDArray]:
-            return self.run(graphs[role], inputs)
-
-        return CacheSession(run, shape, prompts, _cache_type(self.manifest.dtype), max_new_tokens)
-
-    def run(self, graph: GraphInfo, inputs: Sequence[NDArray]) -> list[NDArray]:
-        """Execute one graph on arrays in the order of its manifest.
-
-        Raises:
-            MsLongctxError: an input has another shape or type than the graph takes.
-        """
-        _check_inputs(graph, inputs)
+    def execute(self, graph: GraphInfo, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """See :class:`ExportedModel`."""
         outputs = self.load(graph)(*[Tensor.from_numpy(np.ascontiguousarray(array)) for array in inputs])
         return [output.asnumpy() for output in outputs]
+
+    def array_type(self, dtype: str) -> np.dtype[Any]:
+        """See :class:`ExportedModel`; bf16 has the type that MindSpore brings."""
+        if dtype != "bf16":
+            return super().array_type(dtype)
+        found: np.dtype[Any] = Tensor(np.zeros(1), ms.bfloat16).asnumpy().dtype
+        return found
 
     def load(self, graph: GraphInfo) -> nn.GraphCell:
         """The graph as a callable of MindSpore; loaded once.
@@ -157,26 +112,6 @@ class MindIRModel:
                 reason = "the key of --key_file is not the one it was encrypted with" if self._key else str(error)
                 raise MsLongctxError(f"{self.folder / graph.file}: cannot be loaded: {reason}") from error
         return self._loaded[graph.file]
-
-
-def _check_inputs(graph: GraphInfo, inputs: Sequence[NDArray]) -> None:
-    if len(inputs) != len(graph.inputs):
-        raise MsLongctxError(f"{graph.file}: {len(inputs)} inputs given, it takes {len(graph.inputs)}")
-    for info, array in zip(graph.inputs, inputs, strict=True):
-        wanted = np.dtype(np.int32) if info.dtype == "int32" else _cache_type(info.dtype)
-        fits = len(info.shape) == array.ndim and all(
-            size in (None, found) for size, found in zip(info.shape, array.shape, strict=True)
-        )
-        if not fits or array.dtype != wanted:
-            raise MsLongctxError(
-                f"{graph.file}: input {info.name} is {array.dtype} {list(array.shape)}; it takes {info.dtype} "
-                f"{['any' if size is None else size for size in info.shape]}"
-            )
-
-
-def _cache_type(dtype: str) -> np.dtype:
-    """NumPy's type of a tensor of ``dtype`` (for bf16 the one MindSpore brings)."""
-    return Tensor(np.zeros(1), as_dtype(dtype)).asnumpy().dtype
 
 
 def _renamed(graph: GraphInfo, file: str) -> GraphInfo:

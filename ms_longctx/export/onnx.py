@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from numpy.typing import NDArray
 
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.export.manifest import GraphInfo, Manifest
+from ms_longctx.export.exported import ExportedModel
+from ms_longctx.export.manifest import GraphInfo, Manifest, verify_files
 from ms_longctx.export.plan import Plan
 from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
 from ms_longctx.models.llama import LlamaForCausalLM
@@ -63,6 +67,41 @@ def write_onnx(model: LlamaForCausalLM, plan: Plan, graph: GraphInfo, path: Path
     path.write_bytes(content.SerializeToString())
 
 
+class OnnxModel(ExportedModel):
+    """A directory of :func:`export_onnx` as a model that generates, in onnxruntime on the CPU.
+
+    Args:
+        folder: holds ``manifest.json``.
+
+    Raises:
+        MsLongctxError: not an ONNX export, or onnxruntime is not installed.
+    """
+
+    format = "onnx"
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise MsLongctxError(f"{folder}: an ONNX export runs in onnxruntime; pip install 'onnxruntime<2'")
+        self._loaded: dict[str, Any] = {}
+
+    def execute(self, graph: GraphInfo, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """See :class:`ExportedModel`."""
+        feeds = {info.name: array for info, array in zip(graph.inputs, inputs, strict=True)}
+        outputs: list[NDArray[Any]] = self.load(graph).run([info.name for info in graph.outputs], feeds)
+        return outputs
+
+    def load(self, graph: GraphInfo) -> Any:
+        """The graph as an ``onnxruntime.InferenceSession``; loaded once."""
+        if graph.file not in self._loaded:
+            import onnxruntime
+
+            verify_files(self.folder, self.manifest, [graph.file])
+            path = str(self.folder / graph.file)
+            self._loaded[graph.file] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return self._loaded[graph.file]
+
+
 def _rename(graph: Any, inputs: list[str], outputs: list[str]) -> None:
     """Give the values that go in and out of a graph their names of the manifest."""
     values = [*graph.input, *graph.output]
@@ -90,7 +129,7 @@ def _model_message() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("ms_longctx_onnx.Model"))
 
 
-def _add_message(file: Any, name: str, fields: dict[str, tuple[int, str | None, bool]]) -> None:
+def _add_message(file: Any, name: str, fields: Mapping[str, tuple[int, str | None, bool]]) -> None:
     """Describe a message whose fields (number, message type or ``None`` for text, repeated) are given."""
     message = file.message_type.add(name=name)
     for field_name, (number, kind, repeated) in fields.items():

@@ -61,7 +61,13 @@ class CacheSession:
         return np.stack(rows)
 
     def step(self, tokens: Any) -> np.ndarray:
-        """Append ``tokens (rows,)``; logits ``(rows, V)`` fp32 of the next ones."""
+        """Append ``tokens (rows,)``; logits ``(rows, V)`` fp32 of the next ones.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        if self._used.max() >= self._shape["length"]:
+            raise ValueError(f"the cache of {self._shape['length']} columns is full")
         ids = np.zeros((self._shape["batch"], 1), np.int32)
         ids[: len(tokens), 0] = tokens
         outputs = self._run("decode", [ids, self._used.copy(), *self._caches])

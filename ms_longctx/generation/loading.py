@@ -65,7 +65,7 @@ def load_answering_model(
     device: str = "auto",
     key_file: str | Path | None = None,
 ) -> LlamaForCausalLM | EngineSource:
-    """As :func:`load_model`, or the MindIR export in the directory ``model``.
+    """As :func:`load_model`, or the export (MindIR, ONNX, Lite) in the directory ``model``.
 
     Args:
         key_file: holds the key of an encrypted export.
@@ -79,13 +79,12 @@ def load_answering_model(
             raise MsLongctxError(f"--key_file is for encrypted exports, {model} is none; leave it out")
         return load_model(model, adapter, dtype, device)
     from ms_longctx.device import select_device
+    from ms_longctx.export.open import open_export
 
     select_device(device)
-    from ms_longctx.export.mindir import MindIRModel
-
     if adapter is not None:
         raise MsLongctxError(f"{model} is an export: an adapter is merged when it is written (export --adapter)")
-    exported = MindIRModel(model, None if key_file is None else read_key(key_file))
+    exported = open_export(Path(model), None if key_file is None else read_key(key_file))
     if dtype not in ("fp32", exported.manifest.dtype):
         raise MsLongctxError(f"--dtype {dtype}: {model} was exported in {exported.manifest.dtype}; leave --dtype out")
     return exported
