@@ -65,8 +65,8 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
     """
     refused, warnings = [], []
     free = _FREE | (_LENGTH if _ignores_length(saved) and _ignores_length(current) else set())
-    if _rows(saved) == _rows(current):
-        free = free | {"train.batch_size"}
+    if _sequences(saved) == _sequences(current):
+        free = free | {"train.batch_size", "train.gradient_accumulation_steps"}
     for section in current:
         if section in _FREE_SECTIONS:
             continue
@@ -91,9 +91,13 @@ def check_changes(saved: Sections, current: Sections) -> list[str]:
     return warnings
 
 
-def _rows(sections: Sections) -> int:
-    """Sequences of a micro batch on all workers together."""
-    return int(sections["train"]["batch_size"] * sections["parallel"]["dp"])
+def _sequences(sections: Sections) -> int:
+    """Sequences of an optimizer step on all workers together, however they are cut into micro batches."""
+    train, parallel = sections["train"], sections["parallel"]
+    micro_batches = train["gradient_accumulation_steps"]
+    if parallel["pp"] > 1:
+        micro_batches = parallel["micro_batch_num"] or max(micro_batches, parallel["pp"])
+    return int(train["batch_size"] * parallel["dp"] * micro_batches)
 
 
 def _ignores_length(sections: Sections) -> bool:

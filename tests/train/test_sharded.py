@@ -55,7 +55,7 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], config: 
 def into_pieces(checkpoint: Path, folder: Path, strategy: Strategy) -> None:
     """The checkpoint as workers of a strategy would have written it."""
     config, values = read_config(checkpoint), stored(checkpoint)
-    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer").mkdir()
     shutil.copyfile(checkpoint / "config.json", folder / "config.json")
     shutil.copyfile(checkpoint / "trainer/state.json", folder / "trainer/state.json")
     seen = set()
@@ -116,9 +116,7 @@ def test_saved_by_four_loaded_by_two_and_one(
         assert found["#step"] == 4
         same(found, stored(shared / "checkpoints/step-00000004"), config)
     strategy = Strategy(dp=2, pp=2, micro_batch_num=2, optimizer_shard=True, pipeline_layers=(1, 1))
-    pieces = tmp_path / "pieces/checkpoints/step-00000002"
-    store = CheckpointStore(pieces.parent)
-    into_pieces(whole, tmp_path / "work", strategy)
-    store.save(2, lambda directory: shutil.copytree(tmp_path / "work", directory, dirs_exist_ok=True))
+    store = CheckpointStore(tmp_path / "pieces/checkpoints")
+    pieces = store.save(2, lambda folder: into_pieces(whole, folder, strategy))
     one = [*given(tmp_path / "one", train__batch_size=2), f"--train.resume={pieces}"]
     same(job(tmp_path / "one-job", 1, one)[0], expected, config)
