@@ -63,12 +63,13 @@ class LlamaAttention(nn.Cell):
         self.attention = FlashAttention(plain, implementation=self.implementation)
         self.packed_attention = FlashAttention(packed, implementation=self.implementation)
 
-    def set_context_parallel(self, strategy: Strategy, rank: int) -> None:
-        """See :meth:`LlamaForCausalLM.set_context_parallel`."""
-        self.attention, self.packed_attention = (
+    def context_parallel(self, strategy: Strategy, rank: int) -> tuple[nn.Cell, nn.Cell]:
+        """Counterparts of ``attention`` and ``packed_attention`` over several devices."""
+        plain, packed = (
             ContextParallelAttention(cell.spec, strategy, rank, implementation=self.implementation)
             for cell in (self.attention, self.packed_attention)
         )
+        return plain, packed
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
@@ -330,8 +331,13 @@ class LlamaForCausalLM(nn.Cell):
             rank: of this process among all workers; the others of its group must call the model with it.
         """
         self.model.sequence_pieces = strategy.cp
+        cells = None
         for layer in self.model.layers:
-            layer.self_attn.set_context_parallel(strategy, rank)
+            # One pair for all layers: a ring's operators are read and set up once, which is a third of compiling it.
+            # A cell belongs to one pipeline stage, though.
+            if cells is None or strategy.pp > 1:
+                cells = layer.self_attn.context_parallel(strategy, rank)
+            layer.self_attn.attention, layer.self_attn.packed_attention = cells
 
     def set_recompute(self, selective: bool = False, **communication: bool) -> None:
         """Compute activations again in the backward pass instead of keeping them.
