@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
-import tempfile
 
 import mindspore_lite
 from mindspore_serving import server
@@ -21,11 +21,14 @@ _LINKED = "MS_LONGCTX_LITE_LINKED"
 def start_again_with_libraries() -> None:
     """Serving looks for Lite's libraries under other names than Lite's package has; the loader reads its path once."""
     libraries = os.path.join(mindspore_lite.__path__[0], "lib")
-    links = tempfile.mkdtemp(prefix="ms_longctx_lite_")
+    links = os.path.join(HERE, "lite_links")
+    shutil.rmtree(links, ignore_errors=True)
+    os.mkdir(links)
     for name in os.listdir(libraries):
         os.symlink(os.path.join(libraries, name), os.path.join(links, name.replace("_python.so", ".so")))
+    os.symlink(os.path.join(libraries, "libmindspore-extendrt_python.so"), os.path.join(links, "libmindspore-lite.so"))
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([links, os.environ.get("LD_LIBRARY_PATH", "")])
-    os.environ[_LINKED] = links
+    os.environ[_LINKED] = "1"
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
