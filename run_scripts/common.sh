@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
 # Shared by the scripts of this directory: source it, then call ensure_venv.
 #   ROOT   the source tree          VENV   its virtual environment ($MS_LONGCTX_VENV, default .venv)
 #   PY     the environment's Python, once ensure_venv has run

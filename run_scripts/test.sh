@@ -23,6 +23,8 @@ failed=()
 step "ruff" "$VENV/bin/ruff" check . || failed+=(ruff)
 step "ruff format" "$VENV/bin/ruff" format --check . || failed+=(format)
 step "mypy" "$VENV/bin/mypy" ms_longctx mindrecord_tools || failed+=(mypy)
+step "shellcheck" "$VENV/bin/shellcheck" run_scripts/*.sh .ci/run || failed+=(shellcheck)
+step "hadolint" "$VENV/bin/hadolint" --config .hadolint.yaml Dockerfile.ascend || failed+=(hadolint)
 step "pytest" "$PY" -m pytest "${selection[@]}" "$@" || failed+=(pytest)
 
 if [ "${#failed[@]}" -gt 0 ]; then
