@@ -125,6 +125,15 @@ class TestOrder:
         b = write(tmp_path / "worker_1.log", "OSError: [Errno 24] Too many open files")
         assert ids(a, b) == ["open_files", "peer_failed"]
 
+    def test_the_rank_that_others_blame(self, tmp_path: Path) -> None:
+        """Rank 1 died without a word that is known."""
+        a = write(tmp_path / "worker_0.log", "error: rank 1 (process 7) was killed or crashed while rank 0 waits")
+        b = write(tmp_path / "worker_1.log", "fine", "ValueError: strange")
+        diagnosis = diagnose([a, b])
+        assert diagnosis.first_rank == as_data(diagnosis)["first_rank"] == 1
+        text = as_text(diagnosis)
+        assert "first failure: rank 1, says another rank" in text and f"not known: {b}:2: ValueError" in text
+
     def test_lines_without_a_time_take_that_of_the_line_before(self, tmp_path: Path) -> None:
         log = write(tmp_path / "worker_0.log", "std::bad_alloc", self.stamp("10:00:05", "fine"), "EI0005: arguments")
         times = {finding.rule.id: finding.time for finding in diagnose([log]).findings}
@@ -223,7 +232,7 @@ class TestReading:
     def test_a_large_file_is_not_held(self, tmp_path: Path) -> None:
         """26 MB with a failure in its last line; the process may use 10 MB more than it has."""
         log = tmp_path / "worker_0.log"
-        block = ("\n".join(NOISE) + "\n") * 60
+        block = "\n".join([*NOISE, *[os.urandom(1500).hex()] * 60]) + "\n"
         with log.open("w") as file:
             for _ in range(26_500_000 // len(block.encode())):
                 file.write(block)

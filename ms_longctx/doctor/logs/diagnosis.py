@@ -29,6 +29,7 @@ class Finding:
         rank: of the file, where its name tells.
         time: seconds since 1970, of that line or the one with a time before it (else the next after it).
         count: lines of the file that show it.
+        blames: another rank that the line names as the one that failed.
     """
 
     rule: Rule
@@ -38,6 +39,7 @@ class Finding:
     rank: int | None = None
     time: float | None = None
     count: int = 1
+    blames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ class Diagnosis:
     def first(self) -> Finding | None:
         """The failure that came first, as far as the logs tell."""
         return self.findings[0] if self.findings else None
+
+    @property
+    def first_rank(self) -> int | None:
+        """The rank that failed first: that of the first finding, or the one that it blames."""
+        if self.first is None:
+            return None
+        return self.first.rank if self.first.blames is None else self.first.blames
 
 
 def diagnose(paths: Sequence[Path]) -> Diagnosis:
@@ -89,10 +98,10 @@ class _Log:
     lines: int = 0
     time: float | None = None
 
-    def add(self, rule: Rule, number: int, text: str) -> None:
+    def add(self, rule: Rule, number: int, text: str, blames: int | None = None) -> None:
         known = self.found.get(rule.id)
         if known is None:
-            self.found[rule.id] = Finding(rule, self.path, number, text.strip(), self.rank, self.time)
+            self.found[rule.id] = Finding(rule, self.path, number, text.strip(), self.rank, self.time, blames=blames)
         elif known.line != number:
             self.found[rule.id] = replace(known, count=known.count + 1)
 
@@ -134,8 +143,9 @@ def _read_line(log: _Log, number: int, line: str, active: list[Rule]) -> None:
     is_known = False
     lower = line.lower()
     for rule in active:
-        if rule.matches(line, lower):
-            log.add(rule, number, line)
+        if (found := rule.find(line, lower)) is not None:
+            blamed = found.groupdict().get("rank")
+            log.add(rule, number, line, None if blamed is None else int(blamed))
             is_known = True
     if not is_known and log.unknown is None and _UNKNOWN.match(line):
         log.unknown = (number, line.strip())

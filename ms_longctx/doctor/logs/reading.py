@@ -13,7 +13,21 @@ from ms_longctx.errors import MsLongctxError
 CHUNK = 256 * 1024
 LONGEST_LINE = 8192
 
-_BINARY = {".safetensors", ".ckpt", ".npy", ".npz", ".png", ".so", ".gz", ".zip", ".mindrecord", ".db", ".pyc"}
+_NO_LOGS = {
+    ".exit",
+    ".pid",
+    ".safetensors",
+    ".ckpt",
+    ".npy",
+    ".npz",
+    ".png",
+    ".so",
+    ".gz",
+    ".zip",
+    ".mindrecord",
+    ".db",
+    ".pyc",
+}
 _RANK = re.compile(r"(?:^|[_.\-/])(?:worker|rank|device|log|node)[_.\-]?(\d+)(?=[_.\-/]|$)")
 
 # 2026-11-30-10:04:09.261.455 (MindSpore, CANN), 2026-11-30 10:04:09,261 (Python), 2026-11-30T10:04:09Z
@@ -43,7 +57,7 @@ def find_logs(paths: Sequence[str]) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
-    if path.suffix in _BINARY:
+    if path.suffix in _NO_LOGS:
         return False
     with path.open("rb") as file:
         return b"\0" not in file.read(4096)

@@ -19,10 +19,16 @@ def as_text(diagnosis: Diagnosis) -> str:
     if diagnosis.first is None:
         return "\n".join([*lines, "no known failure found", *_unknown(diagnosis)])
     first = diagnosis.first
-    who = "" if first.rank is None else f"rank {first.rank}: "
-    lines.append(f"first failure: {who}{first.rule.title} ({first.path}:{first.line})")
+    where = f"({first.path}:{first.line})"
+    if first.blames is None:
+        who = "" if first.rank is None else f"rank {first.rank}: "
+        lines.append(f"first failure: {who}{first.rule.title} {where}")
+    else:
+        lines.append(f"first failure: rank {first.blames}, says another rank {where}; its own log shows no known one")
     for number, finding in enumerate(diagnosis.findings, 1):
         lines += ["", *_finding(number, finding, finding is first)]
+    if first.blames is not None:
+        lines += ["", *_unknown(diagnosis)]
     return "\n".join(lines)
 
 
@@ -31,7 +37,7 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "files": diagnosis.files,
         "lines": diagnosis.lines,
-        "first_rank": diagnosis.first.rank if diagnosis.first else None,
+        "first_rank": diagnosis.first_rank,
         "findings": [
             {
                 "id": finding.rule.id,

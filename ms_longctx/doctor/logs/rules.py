@@ -5,7 +5,8 @@ Keys of a rule:
 
 - ``id``, ``title``: a short name, and what a user reads;
 - ``words``: lower-case pieces of text, of which every line that a pattern matches has one (they make reading fast);
-- ``patterns``: regular expressions, case-insensitive, one of which must be found in a line;
+- ``patterns``: regular expressions, case-insensitive, one of which must be found in a line; a group ``rank`` in them
+  is the rank that the line blames;
 - ``unless``: a regular expression that rules a line out;
 - ``consequence``: ``true`` for what mostly follows from the failure of another rank;
 - ``covers``: ids that say less about the same failure, and are left out of a file that has this one;
@@ -41,13 +42,12 @@ class Rule:
     consequence: bool = False
     covers: tuple[str, ...] = ()
 
-    def matches(self, line: str, lower: str) -> bool:
-        """Whether this line of a log, and the same in lower case, shows the failure."""
-        if not any(word in lower for word in self.words):
-            return False
-        if _ADVICE.match(line) or not any(pattern.search(line) for pattern in self.patterns):
-            return False
-        return self.unless is None or self.unless.search(line) is None
+    def find(self, line: str, lower: str) -> re.Match[str] | None:
+        """Where this line of a log (``lower``: the same in lower case) shows the failure, if it does."""
+        if not any(word in lower for word in self.words) or _ADVICE.match(line):
+            return None
+        found = next((match for pattern in self.patterns if (match := pattern.search(line))), None)
+        return None if found is None or (self.unless is not None and self.unless.search(line)) else found
 
 
 @functools.lru_cache(maxsize=1)
