@@ -73,6 +73,7 @@ class ProgramEngine:
         parameters = {parameter.name: parameter for parameter in self._step.get_parameters()}
         self._weights = {name: parameters[name] for name in self.pieces if name in trained}
         self._moments = {name: parameters[name] for name in self.pieces if name.startswith(_MOMENTS)}
+        self._check_pieces()
         self._load_weights(checkpoint)
 
     def step(self, batches: Sequence[Batch], learning_rate: float, loss_scale: float, number: int) -> StepResult:
@@ -130,6 +131,16 @@ class ProgramEngine:
             copy_tokenizer(self.run, directory)
         elif self.run.model.pretrained is not None:
             write_tokenizer(Path(self.run.model.pretrained), directory)
+
+    def _check_pieces(self) -> None:
+        """Refuse to go on where MindSpore's record and its parameters differ: files would be wrong."""
+        for name, parameter in {**self._weights, **self._moments}.items():
+            expected = self.pieces[name][0].shape
+            if tuple(parameter.shape) != expected:
+                raise MsLongctxError(
+                    f"rank {self.rank}: MindSpore's layout of {name} says {expected}, the compiled program has "
+                    f"{tuple(parameter.shape)}; this version of MindSpore is not supported here"
+                )
 
     def _written(self) -> dict[str, Parameter]:
         """Parameters whose pieces this worker writes: no lower rank of the same disk does."""

@@ -17,6 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 import ms_longctx
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.pieces import FilePiece
+from ms_longctx.models.sharded import Block, BlockSource, read_blocks, write_shard
+from ms_longctx.parallel.slices import Piece
 from ms_longctx.train import checkpoint
 from ms_longctx.train.checkpoint import CheckpointStore, DamagedCheckpointError, verify
 
@@ -95,9 +98,36 @@ def test_writer_that_fails_leaves_the_old_state(store: CheckpointStore) -> None:
 
 
 def test_full_disk_is_refused_before_writing(store: CheckpointStore) -> None:
-    with pytest.raises(MsLongctxError, match="no space left.*older checkpoints are untouched"):
+    with pytest.raises(MsLongctxError, match="no space left.*older checkpoints are untouched") as caught:
         store.save(16, write_step(16), estimated_bytes=1 << 60)
+    assert "Errno" not in str(caught.value) and "needs about 1,152,9" in str(caught.value)
     verify(store.path(12))
+
+
+def test_shards_are_sealed_by_what_their_writers_recorded(store: CheckpointStore) -> None:
+    """A byte that changes in a shard is found, whichever of the workers on a disk looks at that file."""
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def write(folder: Path) -> None:
+        for rank in range(2):
+            piece = Piece.all_of((4, 3)).cut(0, 2, rank)
+            write_shard(folder, rank, [Block(FilePiece("w", piece), lambda rank=rank: np.split(values, 2)[rank])])
+
+    path = store.save(16, write)
+    verify(path)
+    source = BlockSource(path, read_blocks(path))
+    np.testing.assert_array_equal(source.read("w", Piece((4, 3), (1, 0), (3, 2))), values[1:3, :2])
+    shard = path / "shards/rank-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
+    outcomes = []
+    for index in range(3):
+        try:
+            verify(path, index, 3)
+            outcomes.append("")
+        except DamagedCheckpointError as error:
+            outcomes.append(str(error))
+    assert outcomes.count("") == 2 and "rank-00001.safetensors: contents changed" in "".join(outcomes)
+    assert store.newest() == store.path(12)
 
 
 def test_disk_that_fills_up_while_writing(store: CheckpointStore) -> None:

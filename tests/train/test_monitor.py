@@ -106,6 +106,8 @@ def test_first_step_which_compiles_does_not_count() -> None:
     throughput.add(100, 3.0)
     assert throughput.tokens_per_second == pytest.approx(40.0)
     assert throughput.mfu == pytest.approx(0.4)
+    throughput.peak_flops = 399.0  # measured while the machine was busy: 400 were seen since
+    assert throughput.mfu is None
     assert throughput.remaining_seconds(10) == pytest.approx(25.0)
 
 
