@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 
 from ms_longctx.doctor.logs.rules import Rule
 
@@ -30,16 +29,15 @@ FRAGMENTATION = Rule(
 _LOG_LINE = re.compile(
     r"^\s*(\[(DEBUG|INFO|WARNING|ERROR|CRITICAL|EVENT)\b|(DEBUG|INFO|WARNING|ERROR)\b|File \"|\d{4}-\d\d)"
 )
-_LOOP = re.compile(r"(.{2,120}?)\1{7,}", re.DOTALL)
 _HEX = re.compile(r"[0-9a-fA-Fx\s]+")
 _NO_TEXT = re.compile(
     r"\s*[\[(]?(<[^<>]+>|\[PAD\]|nan|inf|none|null|true|false|[,;:|\s.\-+*=#_\[\]()]|\d)+\s*", re.IGNORECASE
 )
-_LEAST_LENGTH, _LEAST_LINES = 60, 8
+_LEAST_LENGTH, _LEAST_TIMES, _LEAST_LINES, _LONGEST_UNIT = 60, 8, 8, 120
 
 
 class Repetition:
-    """Finds loops in generated text: within a line, or a line that comes at least eight times in a row."""
+    """Finds loops in generated text: at the end of a line, or a line that comes at least eight times in a row."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -63,15 +61,16 @@ class Repetition:
 
 
 def _loop(line: str) -> str | None:
+    """What the end of the line repeats: a text that loops goes on until it is cut off."""
     if len(line) < _LEAST_LENGTH:
         return None
-    raw = line.encode()
-    if len(zlib.compress(raw, 1)) > len(raw) // 2 + 12:  # the search costs far more than this
-        return None
-    found = _LOOP.search(line)
-    if found is None or len(found[0]) < _LEAST_LENGTH or _is_no_text(found[0]):
-        return None
-    return found[1].strip()
+    for text in dict.fromkeys((line, line.rstrip(" \"'"))):
+        for period in range(2, min(_LONGEST_UNIT, len(text) // _LEAST_TIMES) + 1):
+            unit = text[-period:]
+            times = max(_LEAST_TIMES, -(-_LEAST_LENGTH // period))
+            if text.endswith(unit * times):
+                return None if _is_no_text(unit * times) else unit.strip()
+    return None
 
 
 def _is_no_text(text: str) -> bool:
