@@ -59,7 +59,7 @@ class ExportedModel:
         graphs, shape = self.choose(prompts, max_new_tokens)
 
         def run(role: str, inputs: list[NDArray[Any]]) -> list[NDArray[Any]]:
-            return self.run(graphs[role], inputs)
+            return self.execute(graphs[role], inputs)
 
         return CacheSession(run, shape, prompts, self.array_type(self.manifest.dtype), max_new_tokens)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from ms_longctx.errors import MsLongctxError
@@ -20,7 +20,10 @@ from ms_longctx.export.exported import ExportedModel
 from ms_longctx.export.key import ENCRYPTION
 from ms_longctx.export.manifest import GraphInfo, Manifest, sha256, verify_files
 from ms_longctx.export.plan import Plan
+from ms_longctx.export.session import CacheSession
 from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
+from ms_longctx.generation.engine import Engine
+from ms_longctx.models.checkpoint import as_dtype
 from ms_longctx.models.llama import LlamaForCausalLM
 
 SUFFIX = ".mindir"
@@ -66,6 +69,8 @@ class MindIRModel(ExportedModel):
     Args:
         folder: holds ``manifest.json``.
         key: AES key of encrypted files.
+        device_cache: keep keys and values in the device's memory between tokens; ``None`` means on Ascend. (On a CPU
+            arrays of NumPy do the same with less work.)
 
     Raises:
         MsLongctxError: not a MindIR export, or the key is missing or not wanted.
@@ -73,8 +78,9 @@ class MindIRModel(ExportedModel):
 
     format = "mindir"
 
-    def __init__(self, folder: str | Path, key: bytes | None = None) -> None:
+    def __init__(self, folder: str | Path, key: bytes | None = None, device_cache: bool | None = None) -> None:
         super().__init__(folder)
+        self._device_cache = ms.get_context("device_target") != "CPU" if device_cache is None else device_cache
         if self.manifest.encryption and key is None:
             raise MsLongctxError(f"{folder}: its files are encrypted ({self.manifest.encryption}); give --key_file")
         if key is not None and not self.manifest.encryption:
@@ -84,10 +90,27 @@ class MindIRModel(ExportedModel):
         self._key = key
         self._loaded: dict[str, nn.GraphCell] = {}
 
+    def engine(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Engine:
+        """See :class:`ExportedModel`."""
+        if not self._device_cache:
+            return super().engine(prompts, max_new_tokens)
+        graphs, shape = self.choose(prompts, max_new_tokens)
+
+        def run(role: str, inputs: list[Any]) -> list[Any]:
+            logits, *fresh = self._call(graphs[role], inputs)
+            return [logits.asnumpy(), *fresh]
+
+        return CacheSession(run, shape, prompts, as_dtype(self.manifest.dtype), max_new_tokens, ops.zeros)
+
     def execute(self, graph: GraphInfo, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """See :class:`ExportedModel`."""
-        outputs = self.load(graph)(*[Tensor.from_numpy(np.ascontiguousarray(array)) for array in inputs])
-        return [output.asnumpy() for output in outputs]
+        return [output.asnumpy() for output in self._call(graph, inputs)]
+
+    def _call(self, graph: GraphInfo, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Run a graph on arrays or tensors."""
+        tensors = [value if isinstance(value, Tensor) else Tensor.from_numpy(value) for value in inputs]
+        outputs: tuple[Tensor, ...] = self.load(graph)(*tensors)
+        return outputs
 
     def array_type(self, dtype: str) -> np.dtype[Any]:
         """See :class:`ExportedModel`; bf16 has the type that MindSpore brings."""

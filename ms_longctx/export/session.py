@@ -24,6 +24,7 @@ class CacheSession:
         prompts: token ids of each row, none empty; at most ``batch`` rows.
         dtype: NumPy type of the cache.
         max_new_tokens: tokens that may be appended to each row.
+        zeros: makes a cache from its shape and ``dtype``; its result takes slices like an array of NumPy.
 
     Raises:
         ValueError: too many rows, or the cache is too short.
@@ -36,6 +37,7 @@ class CacheSession:
         prompts: Sequence[Sequence[int]],
         dtype: Any,
         max_new_tokens: int,
+        zeros: Callable[[tuple[int, ...], Any], Any] = np.zeros,
     ) -> None:
         longest = max(len(prompt) for prompt in prompts) + max_new_tokens
         if len(prompts) > shape["batch"]:
@@ -45,7 +47,7 @@ class CacheSession:
         self._run, self._shape, self._prompts = run, shape, prompts
         size = (shape["batch"], shape["kv_heads"], shape["length"], shape["head_dim"])
         # Zeros: what is not seen has weight 0, which would not silence a NaN.
-        self._caches = [np.zeros(size, dtype) for _ in range(2 * shape["layers"])]
+        self._caches = [zeros(size, dtype) for _ in range(2 * shape["layers"])]
         self._used = np.zeros(shape["batch"], np.int32)
 
     def prefill(self) -> np.ndarray:
@@ -89,6 +91,6 @@ class CacheSession:
         """Write the new keys and values of each row behind those it has."""
         for index, cache in enumerate(self._caches):
             for row, count in enumerate(counts):
-                start = self._used[row]
+                start = int(self._used[row])
                 cache[row, :, start : start + count] = fresh[index][row, :, :count]
         self._used[: len(counts)] += np.array(counts, np.int32)

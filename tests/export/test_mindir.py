@@ -59,6 +59,8 @@ def test_mindir_generates_the_same_tokens(shapes: str, tmp_path: Path) -> None:
     assert exported.manifest.versions["mindspore"] == ms.__version__
     for prompts, count in ((PROMPTS, 7), (PROMPTS[1:], 20)):
         assert greedy(exported, prompts, count) == greedy(model, prompts, count)
+    on_device = MindIRModel(tmp_path / "out", device_cache=True)
+    assert greedy(on_device, PROMPTS, 7) == greedy(model, PROMPTS, 7)
 
 
 def test_mindir_refuses(tmp_path: Path) -> None:
