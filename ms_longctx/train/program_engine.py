@@ -241,6 +241,11 @@ _NO_EVALUATION = (
 def _check(run: RunConfig) -> None:
     if run.data.eval_path is not None:
         raise MsLongctxError(_NO_EVALUATION)
+    if run.lora.enabled:
+        raise MsLongctxError(
+            "lora.enabled: the trainer does not split adapters over devices; train them with dp and cp only, or set it "
+            "to false"
+        )
     if run.train.dtype == "fp16":
         raise MsLongctxError(
             "train.dtype: fp16 needs a loss scale, which the program of several Ascend devices does not have; expected "

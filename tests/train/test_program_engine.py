@@ -85,7 +85,11 @@ def test_first_weights_do_not_depend_on_the_cut() -> None:
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("--train.dtype=fp16", "needs a loss scale"), ("--data.eval_path=x.mindrecord", "cannot evaluate between")],
+    [
+        ("--train.dtype=fp16", "needs a loss scale"),
+        ("--data.eval_path=x.mindrecord", "cannot evaluate between"),
+        ("--lora.enabled=true", "does not split adapters"),
+    ],
 )
 def test_refused_before_compiling(override: str, message: str) -> None:
     from ms_longctx.train.disks import Disk
