@@ -17,6 +17,7 @@ from ms_longctx.cli.options import UsageError, load_run
 from ms_longctx.config import RunConfig
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.parallel import virtual_cluster
+from ms_longctx.parallel.program_rules import check_program
 from ms_longctx.parallel.strategy import Strategy
 
 _FAILED = 1
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     config = _without_weights(load_run(args))
     strategy = Strategy.from_config(config, args.worker_num)
     strategy.check_model(config.model, config.data.seq_length, config.train.batch_size)
+    check_program(config, config.model, strategy)
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise UsageError(f"--json: the directory of {args.json} does not exist")
     return _dry_run(args, config, strategy)

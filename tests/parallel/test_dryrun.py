@@ -351,6 +351,19 @@ def test_extrapolated_is_compiled(small: RunConfig, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
+def test_ring_of_ranks(tmp_path: Path) -> None:
+    """The training program of both places of a ring, whose masks differ: what one sends the other receives."""
+    overrides = ["--model.num_hidden_layers=1", "--train.dtype=bf16", "--train.batch_size=1"]
+    run = load_config("llama-tiny", overrides)
+    strategy = Strategy(cp=2, ring_degree=2)
+    dry = dry_run(run, strategy, [0, 1], virtual_cluster.prepare(), tmp_path, None, lambda line: None)
+    assert [known.failure for known in dry.classes] == [None, None]
+    # A place sends K and V forward and backward, and their gradients onwards and home.
+    assert (dry.match.messages, dry.match.unchecked_messages, dry.match.problems) == (2 * 4, 0, [])
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_failures(small: RunConfig, tmp_path: Path) -> None:
     """A rejection, a crash of the compiler and a step that cannot be simulated: each in one line, no traceback."""
     strategy = Strategy(dp=2, mp=2)
@@ -424,34 +437,54 @@ def test_command_line(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "strategy.json"]
 
 
-WRONG = {
-    "dp 4 x mp 2 x pp 2 x cp 1 = 16, but the number of workers is 32": ("llama-7b-32k", '{"dp": 4, "mp": 2, "pp": 2}'),
-    "num_key_value_heads = 8 is below mp = 16": ("llama-70b", '{"mp": 16, "dp": 2}'),
-    "sp = 4 must be 1 or mp = 2": ("llama-7b-32k", '{"dp": 8, "mp": 2, "sp": 4, "pp": 2}'),
-    "num_hidden_layers = 80 is not divisible by pp = 32": ("llama-70b", '{"pp": 32}'),
-    "ulysses_degree = 8 must divide cp = 4": ("llama-7b-32k", '{"cp": 4, "dp": 8, "ulysses_degree": 8}'),
+# Expected line -> configuration, strategy, workers, more arguments.
+WRONG: dict[str, tuple[str, str, int, list[str]]] = {
+    "dp 4 x mp 2 x pp 2 x cp 1 = 16, but the number of workers is 32": (
+        "llama-7b-32k", '{"dp": 4, "mp": 2, "pp": 2}', 32, []
+    ),
+    "num_key_value_heads = 8 is below mp = 16": ("llama-70b", '{"mp": 16, "dp": 2}', 32, []),
+    "num_attention_heads = 32 is not divisible by mp = 3": ("llama-7b-32k", '{"mp": 3}', 3, []),
+    "sp = 4 must be 1 or mp = 2": ("llama-7b-32k", '{"dp": 8, "mp": 2, "sp": 4, "pp": 2}', 32, []),
+    "num_hidden_layers = 80 is not divisible by pp = 32": ("llama-70b", '{"pp": 32}', 32, []),
+    "sequence length = 32768 is not divisible by 2 x cp = 6": ("llama-7b-32k", '{"cp": 3}', 3, []),
+    "vocab_size = 32001 is not divisible by mp = 2 (vocab_parallel)": (
+        "llama-7b-32k", '{"mp": 2, "vocab_parallel": true}', 2, ["--model.vocab_size", "32001"]
+    ),
+    "ulysses_degree = 8 must divide cp = 4": ("llama-7b-32k", '{"cp": 4, "dp": 8, "ulysses_degree": 8}', 32, []),
     "num_attention_heads 32 / mp 2 = 16 must be divisible by ulysses_degree = 32": (
-        "llama-7b-32k",
-        '{"cp": 32, "mp": 2, "attention_mode": "ulysses"}',
+        "llama-7b-32k", '{"cp": 32, "mp": 2, "attention_mode": "ulysses"}', 64, []
     ),
     "micro_batch_num = 2 contradicts train.gradient_accumulation_steps = 16": (
-        "llama-7b-32k",
-        '{"dp": 8, "pp": 4, "micro_batch_num": 2}',
+        "llama-7b-32k", '{"dp": 8, "pp": 4, "micro_batch_num": 2}', 32, []
     ),
-    "parallel.mp: expected an integer, found 1.5": ("llama-7b-32k", '{"dp": 32, "mp": 1.5}'),
-}
+    "micro_batch_num = 2 is below pp = 4": (
+        "llama-7b-32k", '{"pp": 4, "micro_batch_num": 2}', 4, ["--train.gradient_accumulation_steps", "1"]
+    ),
+    "rank 2 does not exist; expected 0 to 1": ("llama-7b-32k", '{"dp": 2}', 2, ["--ranks", "2"]),
+    "parallel.mp: expected an integer, found 1.5": ("llama-7b-32k", '{"dp": 32, "mp": 1.5}', 32, []),
+    "s.json:1: ": ("llama-7b-32k", '{"dp": 2,', 2, []),
+    "train.dtype: fp32: attention on Ascend (FlashAttentionScore) takes fp16 or bf16": (
+        "llama-7b-32k", '{"dp": 2}', 2, ["--train.dtype", "fp32"]
+    ),
+    "lora.lora_dropout: 0.1; expected 0": (
+        "llama-7b-32k", '{"mp": 2}', 2, ["--lora.enabled", "true", "--lora.lora_dropout", "0.1"]
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("expected", WRONG)
-def test_wrong_strategies(expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Strategies that cannot be are refused in one line with the numbers, before anything is built."""
-    config, text = WRONG[expected]
+def test_wrong_runs(
+    expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be is refused in one line with the numbers, before anything is built."""
+    monkeypatch.setenv("MS_LONGCTX_CACHE", str(tmp_path / "cache"))
+    config, text, workers, more = WRONG[expected]
     (tmp_path / "s.json").write_text(text)
-    workers = "64" if '"cp": 32' in text else "32"
-    arguments = ["dryrun", "--config", config, "--parallel_config", str(tmp_path / "s.json"), "--worker_num", workers]
-    assert main(arguments) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert expected in lines[-1] and lines[-1].startswith("error: ")
+    arguments = ["dryrun", "--config", config, "--parallel_config", str(tmp_path / "s.json")]
+    assert main([*arguments, "--worker_num", str(workers), *more]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and expected in errors[0]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_command_line_errors(
@@ -460,7 +493,7 @@ def test_command_line_errors(
     """All of it is refused before anything is built."""
     monkeypatch.setenv("MS_LONGCTX_CACHE", str(tmp_path / "cache"))
     (tmp_path / "s.json").write_text('{"dp": 2, "mp": 2}')
-    base = ["dryrun", "--config", "llama-tiny", "--parallel_config", str(tmp_path / "s.json")]
+    base = ["dryrun", "--config", "llama-tiny", "--parallel_config", str(tmp_path / "s.json"), "--train.dtype", "bf16"]
     cases = {
         "needs --config NAME_OR_FILE and --worker_num": base,
         "dp 2 x mp 2 x pp 1 x cp 1 = 4, but the number of workers is 6": [*base, "--worker_num", "6"],
