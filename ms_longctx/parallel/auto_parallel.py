@@ -18,6 +18,7 @@ its row, so that every reshape between rows and tokens keeps each worker's token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mindspore import nn
@@ -28,7 +29,9 @@ from ms_longctx.nn.linear import Linear
 from ms_longctx.nn.norm import RMSNorm
 from ms_longctx.parallel.cross_entropy import ShardedCrossEntropy
 from ms_longctx.parallel.local import LocalAttention, LocalRotary, LocalRotaryTables, LocalSplitQKV, LocalSwiGLU
+from ms_longctx.parallel.lora import ShardedLora
 from ms_longctx.parallel.strategy import Strategy
+from ms_longctx.tuning.lora import LoraLinear
 
 
 def shard_model(model: LlamaForCausalLM, strategy: Strategy, sequences: int) -> None:
@@ -68,10 +71,10 @@ class _Sharding:
     def _layer(self, layer: LlamaDecoderLayer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         names = ("qkv_proj",) if attention.parallel_attention else ("q_proj", "k_proj", "v_proj")
-        for linear in [*(getattr(attention, name) for name in names), mlp.gate_proj, mlp.up_proj]:
-            self._columns(linear)
-        for linear in (attention.o_proj, mlp.down_proj):
-            self._rows(linear)
+        for cell, name in [*((attention, name) for name in names), (mlp, "gate_proj"), (mlp, "up_proj")]:
+            self._linear(cell, name, self._columns)
+        for cell, name in ((attention, "o_proj"), (mlp, "down_proj")):
+            self._linear(cell, name, self._rows)
         if attention.parallel_attention:
             attention.split_qkv = LocalSplitQKV(attention.split_qkv, self.mesh)
         if attention.use_rope:
@@ -82,6 +85,17 @@ class _Sharding:
         self._norm(layer.input_layernorm)
         self._norm(layer.post_attention_layernorm)
         layer.add.shard((self.stream, self.stream))
+
+    def _linear(self, cell: nn.Cell, name: str, split: Callable[[Linear], None]) -> None:
+        """Split a linear layer of ``cell``, and its adapter if it has one."""
+        linear = getattr(cell, name)
+        if isinstance(linear, LoraLinear):
+            split(linear.base_layer)
+            by_columns = split == self._columns
+            replacement = ShardedLora(linear, self.data, self.mp, None if by_columns else self.stream)
+            cell.insert_child_to_cell(name, replacement)  # an assignment would rename the parameters
+        else:
+            split(linear)
 
     def _columns(self, linear: Linear) -> None:
         """Outputs split over mp; every worker has the whole input."""

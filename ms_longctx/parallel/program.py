@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training program for Ascend devices: model, optimizer and step of a run, split by its strategy and compiled."""
+"""The training program for Ascend devices: model, optimizer and step of a run, split by its strategy and compiled.
+
+Compiled in MindSpore's simulation: dp, mp, sp, pp, optimizer sharding, vocabulary parallel, context parallel (ring,
+Ulysses, hybrid), documents, window, ALiBi, LoRA, fp16 with a loss scale, recomputation. No part of it has run on a
+device.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,13 @@ from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import as_dtype
 from ms_longctx.models.llama import LlamaForCausalLM
 from ms_longctx.parallel.auto_parallel import set_stages, shard_model
+from ms_longctx.parallel.program_rules import check_program
 from ms_longctx.parallel.strategy import Strategy
-from ms_longctx.parallel.training_step import MicroBatchLoss, ShardedStep
+from ms_longctx.parallel.training_step import MicroBatchLoss, ShardedStep, loss_scale
 from ms_longctx.train.build import architecture, build_optimizer
 from ms_longctx.train.objectives import NextToken
+from ms_longctx.tuning.config import LoraConfig
+from ms_longctx.tuning.prepare import get_pe_model
 
 # MindSpore's switches that let communication run beside computation, written to a file for it.
 _OVERLAP = {
@@ -89,8 +97,11 @@ def compile_program(run: RunConfig, strategy: Strategy) -> Program:
     config = architecture(run)
     _check(run, strategy)
     strategy.check_model(config, run.data.seq_length, run.train.batch_size)
+    check_program(run, config, strategy)
     with no_init_parameters():
         model = LlamaForCausalLM(config, ms.float32, as_dtype(run.train.dtype))
+        if run.lora.enabled:
+            get_pe_model(model, LoraConfig.from_section(run.lora), run.train.seed)
         model.set_train()
         _split(model, run, strategy)
         optimizer = build_optimizer(run, model)
@@ -123,10 +134,6 @@ def _check(run: RunConfig, strategy: Strategy) -> None:
     workers = communication.get_group_size()
     if workers != strategy.worker_num:
         raise MsLongctxError(f"the strategy is for {strategy.worker_num} workers and {workers} were started")
-    if run.lora.enabled:
-        raise MsLongctxError(
-            "lora.enabled: adapters are not split over devices; train them with dp and cp only, or set it to false"
-        )
 
 
 def _split(model: LlamaForCausalLM, run: RunConfig, strategy: Strategy) -> None:
@@ -145,14 +152,15 @@ def _split(model: LlamaForCausalLM, run: RunConfig, strategy: Strategy) -> None:
 
 
 def _build_step(model: LlamaForCausalLM, optimizer: Any, run: RunConfig, strategy: Strategy) -> ShardedStep:
-    network: nn.Cell = MicroBatchLoss(NextToken(model))
+    scale = loss_scale() if run.train.dtype == "fp16" else None
+    network: nn.Cell = MicroBatchLoss(NextToken(model), scale)
     count = micro_batches(run, strategy)
     if strategy.pp > 1:
         network = Pipeline(network, count)
     elif count > 1:
         network = GradAccumulation(network, count)
     stage_workers = strategy.worker_num // strategy.pp
-    return ShardedStep(network, optimizer, count > 1, strategy.optimizer_shard, stage_workers)
+    return ShardedStep(network, optimizer, count > 1, strategy.optimizer_shard, stage_workers, scale)
 
 
 def _configure(cell: AutoParallel, run: RunConfig, strategy: Strategy, directory: Path) -> None:

@@ -11,16 +11,30 @@ from mindspore.common import lazy_inline
 from ms_longctx.optim.adamw import AdamW
 
 
+def loss_scale() -> Parameter:
+    """The factor on an fp16 loss, fp32, 1 at first."""
+    return Parameter(Tensor(1.0, ms.float32), name="loss_scale", requires_grad=False)
+
+
 class MicroBatchLoss(nn.Cell):
-    """Summed loss of one micro batch in nats; MindSpore compiles it once and calls it for each micro batch."""
+    """Summed loss of one micro batch in nats; MindSpore compiles it once and calls it for each micro batch.
+
+    Args:
+        objective: the loss.
+        scale: factor on it; ``None``: 1.
+    """
 
     @lazy_inline
-    def __init__(self, objective: nn.Cell) -> None:
+    def __init__(self, objective: nn.Cell, scale: Parameter | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.objective = objective
+        self.scale = scale
 
     def construct(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
-        return self.objective(input_ids, labels, position_ids, document_ids)
+        loss = self.objective(input_ids, labels, position_ids, document_ids)
+        if self.scale is not None:
+            loss = loss * self.scale
+        return loss
 
 
 class ShardedStep(nn.Cell):
@@ -32,19 +46,27 @@ class ShardedStep(nn.Cell):
         accumulates: MindSpore sums the gradients of several micro batches in ``accu_grads``.
         optimizer_shard: they are scattered to their owners after the last one.
         workers: of one pipeline stage.
+        scale: that of fp16, by which ``network`` multiplies its loss; ``None``: 1.
 
     Inputs:
         input_ids, labels, position_ids, document_ids: ``(micro batches * data workers, tokens)`` int32.
 
-    Set ``learning_rate`` and ``grad_scale`` (1 / number of supervised tokens) before each call, in place: they are
-    parameters, because MindSpore does not find the pipeline in a step with other inputs than the batch.
+    Set ``learning_rate`` and ``grad_scale`` (1 / number of supervised tokens), with fp16 also ``loss_scale`` (then
+    ``grad_scale`` is 1 / (loss scale * number of tokens)), before each call, in place: they are parameters, because
+    MindSpore does not find the pipeline in a step with other inputs than the batch.
 
     Returns:
-        Summed loss (on the last pipeline stage), global norm of the gradient, whether it is finite.
+        Summed loss (on the last pipeline stage, without the scale), global norm of the gradient, whether it is finite.
     """
 
     def __init__(
-        self, network: nn.Cell, optimizer: AdamW, accumulates: bool, optimizer_shard: bool, workers: int
+        self,
+        network: nn.Cell,
+        optimizer: AdamW,
+        accumulates: bool,
+        optimizer_shard: bool,
+        workers: int,
+        scale: Parameter | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         network.set_grad()
@@ -58,6 +80,7 @@ class ShardedStep(nn.Cell):
         self.takes_sums = accumulates and not optimizer_shard
         self.learning_rate = Parameter(Tensor(0.0, ms.float32), name="learning_rate", requires_grad=False)
         self.grad_scale = Parameter(Tensor(1.0, ms.float32), name="grad_scale", requires_grad=False)
+        self.loss_scale = scale
         self.map = ops.HyperMap()
         if accumulates:
             self.accu_grads = self.weights.clone(prefix="accu_grads", init="zeros")
@@ -77,6 +100,8 @@ class ShardedStep(nn.Cell):
             sums = ops.depend(self.accu_grads, grads)
         norm, finite = self.optimizer(sums, self.learning_rate, self.grad_scale)
         loss = ops.depend(loss, norm)
+        if self.loss_scale is not None:
+            loss = loss / self.loss_scale
         if self.accumulates:
             loss = ops.depend(loss, self.map(ops.partial(_clear, norm), self.accu_grads))
         return loss, norm, finite

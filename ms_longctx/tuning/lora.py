@@ -42,8 +42,8 @@ class LowRank(nn.Cell):
         self.lora_B = Linear(config.r, out_features)
         bound = 1 / math.sqrt(in_features)
         first = rng.uniform(-bound, bound, (config.r, in_features)).astype(np.float32)
-        self.lora_A.weight.copy_(Tensor(first))
-        self.lora_B.weight.copy_(Tensor(np.zeros((out_features, config.r), np.float32)))
+        self.lora_A.weight.set_data(Tensor(first))
+        self.lora_B.weight.set_data(Tensor(np.zeros((out_features, config.r), np.float32)))
 
     def construct(self, x: Tensor) -> Tensor:
         if self.dropout is not None:

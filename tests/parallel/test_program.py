@@ -33,13 +33,13 @@ pytestmark = [
 ]
 
 
-def compiled(folder: Path, rank: int, *overrides: str) -> dict[str, Any]:
-    """What ``program_worker.py`` finds for one rank."""
+def compiled(folder: Path, rank: int, *overrides: str, worker: Path = WORKER) -> dict[str, Any]:
+    """What ``program_worker.py``, or another worker, finds for one rank."""
     graphs, result = folder / "graphs", folder / "result.json"
     environment = virtual_cluster.prepare().environment(rank, WORKERS, level=0)
     environment |= {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(graphs), "GLOG_v": "3"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    command = [sys.executable, str(WORKER), str(result), str(graphs), *overrides]
+    command = [sys.executable, str(worker), str(result), str(graphs), *overrides]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=400)
     assert result.is_file(), done.stdout[-2000:] + done.stderr[-2000:]
     return dict(json.loads(result.read_text()))
@@ -95,6 +95,67 @@ def test_context_parallel_inside(tmp_path: Path) -> None:
     assert counts["AlltoAll", (1, 3, 5, 7)] >= 8
     assert {kind for kind, _ in counts} == {"AlltoAll", "AllReduce", "AllGather"}
     assert result["inputs"] == [[2 * 4, 64]] * 4
+
+
+RING = ["--parallel.dp=2", "--parallel.mp=2", "--parallel.cp=4", "--parallel.attention_mode=ring"]
+HYBRID = [*RING[:3], "--parallel.attention_mode=hybrid", "--parallel.ulysses_degree=2"]
+# name -> overrides, and how often rank 5 (dp 0, cp 2, mp 1) runs the operators of context parallelism. A ring of n
+# shifts n - 1 times forward, n - 1 times with K and V and n times with their gradients backward, in each of 2 layers.
+CONTEXT = {
+    "ring and ALiBi": ([*RING, "--model.position_embedding=alibi"], {("NeighborExchange", (1, 3, 5, 7)): 20}),
+    "hybrid, window, fp16, recomputed": (
+        [*HYBRID, "--model.sliding_window=64", "--train.dtype=fp16", "--train.recompute=true"],
+        {("NeighborExchange", (1, 5)): 10, ("AlltoAll", (5, 7)): 12},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_rings_inside(name: str, tmp_path: Path) -> None:
+    overrides, expected = CONTEXT[name]
+    result = compiled(tmp_path, 5, *overrides)
+    counts = operators(result)
+    assert {key: counts[key] for key in expected} == expected
+    assert ("loss_scale" in result["pieces"]) == ("--train.dtype=fp16" in overrides)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """LoRA on all linear layers: they are cut beside their layers, and only they train."""
+    overrides = ["--parallel.dp=4", "--parallel.mp=4", "--parallel.sp=true", "--lora.enabled=true"]
+    result = compiled(tmp_path, 5, *overrides, "--lora.target_modules=all-linear", "--lora.r=8")
+    pieces, layer = result["pieces"], "model.layers.0"
+    assert pieces[f"{layer}.self_attn.q_proj.lora_A.weight"] == [8, 256]
+    assert pieces[f"{layer}.self_attn.q_proj.lora_B.weight"] == [64, 8]
+    assert pieces[f"{layer}.mlp.down_proj.lora_A.weight"] == [8, 128]
+    assert pieces[f"{layer}.mlp.down_proj.lora_B.weight"] == [256, 8]
+    assert pieces[f"{layer}.mlp.down_proj.weight"] == [256, 128]
+    moments = {name for name in pieces if name.startswith("exp_avg.")}
+    assert len(moments) == 2 * 2 * 7 and all(".lora_" in name for name in moments)
+    counts = operators(result)
+    assert counts["AllReduce", (1, 5, 9, 13)] + counts["AllReduce", ALL] == 2 * 2 * 7  # their gradients
+
+
+def test_every_collective(tmp_path: Path) -> None:
+    """Forward and gradient of each, on a group of 3 of 16 whose order is 3, 1, 5; input i has 18 i numbers."""
+    result = compiled(tmp_path, 5, worker=WORKER.with_name("collectives_program.py"))
+    found: Counter[tuple[str, int]] = Counter()
+    for name, ranks, sizes, times in result["operators"]:
+        assert sorted(ranks) == [1, 3, 5]
+        found[name, sum(sizes)] += times
+    expected = {
+        ("AllReduce", 18): 2,
+        ("AllReduce", 36): 1,  # its gradient is the identity
+        ("AllGather", 54): 1, ("ReduceScatter", 3 * 54): 1,
+        ("ReduceScatter", 72): 1, ("AllGather", 24): 1,
+        ("AlltoAll", 90): 2,
+        ("NeighborExchange", 108): 2,
+        ("NeighborExchange", 2 * 126): 2,
+        ("AllReduce", 144): 2,
+    }  # fmt: skip
+    # MindSpore repeats sums of which the backward pass uses the result; all else is there exactly as often.
+    sums = {("AllReduce", 18), ("AllReduce", 144)}
+    assert {key: min(found[key], expected[key]) if key in sums else found[key] for key in found} == expected
+    assert "tensors of Float32, Float16; those that travel together have one type" in result["mixed"]
 
 
 def test_refusals(tmp_path: Path) -> None:
