@@ -7,22 +7,26 @@ from collections.abc import Iterator, Sequence
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter
+from mindspore import nn
 from numpy.typing import NDArray
 
 from ms_longctx import kernels
 from ms_longctx.kernels.decode import LlamaCached
+from ms_longctx.kernels.quant import PackedMatrix
 from ms_longctx.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from ms_longctx.nn.alibi import alibi_slopes
 from ms_longctx.nn.linear import Linear
 from ms_longctx.nn.rope import rope_frequencies
+from ms_longctx.quant.cells import Packed, QuantizedLinear
 
 # Tokens of a prompt at a time: enough for matrix products at full speed, and small beside the cache.
 CHUNK = 1024
 
 
 class KernelEngine:
-    """An engine (see :class:`ms_longctx.generation.engine.Engine`) for fp32 models on the CPU; nothing is compiled.
+    """An engine (see :class:`ms_longctx.generation.engine.Engine`) for models on the CPU with fp32 activations.
+
+    Matrices are fp32, int8 or int4; nothing is compiled.
 
     Args:
         model: a model that :func:`usable` accepts.
@@ -48,7 +52,7 @@ class KernelEngine:
         rope = config.position_embedding == "rope"
         self._tables = _rotary_tables(*rope_frequencies(config, room), room) if rope else None
         slopes = None if rope else np.asarray(alibi_slopes(config.num_attention_heads), np.float32)
-        weights = [parameter.asnumpy() for parameter in _parameters(model)]
+        weights = list(_weights(model))
         self._forward_all = LlamaCached(config, weights, keys, values, slopes, documents)
         self._used = 0
 
@@ -73,12 +77,14 @@ class KernelEngine:
 
 
 def usable(model: LlamaForCausalLM) -> bool:
-    """Whether :class:`KernelEngine` can run ``model``: on the CPU, in fp32, without adapters around its layers."""
+    """Whether :class:`KernelEngine` can run ``model``: on the CPU, activations in fp32, no adapters around layers."""
     if not kernels.available() or ms.get_context("device_target") != "CPU":
         return False
-    if model.model.compute_dtype != ms.float32 or any(p.dtype != ms.float32 for p in _parameters(model)):
+    if model.model.compute_dtype != ms.float32:
         return False
-    return all(type(cell) is Linear for layer in model.model.layers for cell in _projections(layer))
+    if any(type(cell) not in (Linear, QuantizedLinear) for layer in model.model.layers for cell in _projections(layer)):
+        return False
+    return all(isinstance(w, PackedMatrix) or w.dtype == np.float32 for w in _weights(model))
 
 
 def _projections(layer: LlamaDecoderLayer) -> list[Linear]:
@@ -90,17 +96,29 @@ def _projections(layer: LlamaDecoderLayer) -> list[Linear]:
     return [*inputs, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def _parameters(model: LlamaForCausalLM) -> Iterator[Parameter]:
-    """The weights in the order of :class:`ms_longctx.kernels.decode.LlamaCached`."""
-    yield from (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight)
+def _weights(model: LlamaForCausalLM) -> Iterator[NDArray[np.float32] | PackedMatrix]:
+    """The weights in the order of :class:`ms_longctx.kernels.decode.LlamaCached`, in the memory of the model."""
+    yield from (_matrix(model.model.embed_tokens), model.model.norm.weight.asnumpy(), _matrix(model.lm_head))
     for layer in model.model.layers:
         *attention, gate, up, down = _projections(layer)
-        yield layer.input_layernorm.weight
+        yield layer.input_layernorm.weight.asnumpy()
         for cell in attention:
-            yield from (part for part in (cell.weight, cell.bias) if part is not None)
-        yield layer.post_attention_layernorm.weight
+            yield from _affine(cell)
+        yield layer.post_attention_layernorm.weight.asnumpy()
         for cell in (gate, up, down):
-            yield from (part for part in (cell.weight, cell.bias) if part is not None)
+            yield from _affine(cell)
+
+
+def _affine(cell: Linear | QuantizedLinear) -> Iterator[NDArray[np.float32] | PackedMatrix]:
+    yield _matrix(cell)
+    if cell.bias is not None:
+        yield cell.bias.asnumpy()
+
+
+def _matrix(cell: nn.Cell) -> NDArray[np.float32] | PackedMatrix:
+    """The weight of a linear layer or an embedding."""
+    array: NDArray[np.float32] | PackedMatrix = cell.packed if isinstance(cell, Packed) else cell.weight.asnumpy()
+    return array
 
 
 def _rotary_tables(inv_freq: NDArray[np.float64], factor: float, length: int) -> tuple[np.ndarray, np.ndarray]:

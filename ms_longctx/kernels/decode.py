@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ms_longctx import kernels
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.kernels.quant import PackedMatrix, describe
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -23,13 +24,14 @@ _BAD_TOKEN, _CACHE_FULL = 32, 33
 
 
 class LlamaCached:
-    """``LlamaForCausalLM.forward_cached`` in fp32 on the CPU.
+    """``LlamaForCausalLM.forward_cached`` on the CPU, with fp32 activations.
 
     Args:
         config: the architecture.
-        weights: fp32 arrays: embedding, last norm, head, and for each layer: norm; query, key, value (or one
-            fused matrix) and output projection; norm; gate, up and down projection. Each matrix of a layer is
-            followed by its bias where the configuration has one. They are read in every call, not copied.
+        weights: fp32 arrays, matrices packed as well: embedding, last norm, head, and for each layer: norm; query,
+            key, value (or one fused matrix) and output projection; norm; gate, up and down projection. Each matrix
+            of a layer is followed by its bias where the configuration has one. They are read in every call, not
+            copied.
         keys, values: an fp32 array ``(B, L, kv_heads, head_dim)`` for each layer, written in place.
         slopes: fp32 ``(heads,)`` of ALiBi, or ``None``.
         kv_documents: int32 ``(B, L)``, -1 in padded columns, or ``None`` without padding.
@@ -38,14 +40,17 @@ class LlamaCached:
     def __init__(
         self,
         config: LlamaConfig,
-        weights: Sequence[Floats],
+        weights: Sequence[Floats | PackedMatrix],
         keys: Sequence[Floats],
         values: Sequence[Floats],
         slopes: Floats | None = None,
         kv_documents: Ints | None = None,
     ) -> None:
         self._function = ctypes.CDLL(str(kernels.library_path())).LlamaCached
-        self._held = (list(weights), list(keys), list(values), slopes, kv_documents)
+        pointed = [
+            describe(weight) if isinstance(weight, PackedMatrix) or weight.ndim == 2 else weight for weight in weights
+        ]
+        self._held = (list(weights), pointed, list(keys), list(values), slopes, kv_documents)
         self._batch, self._capacity = keys[0].shape[:2]
         self._vocabulary = config.vocab_size
         self._eps = np.array([config.rms_norm_eps], dtype=np.float32)
@@ -63,7 +68,7 @@ class LlamaCached:
             int(config.mlp_bias),
         ]
         self._optional = [_address(kv_documents), _address(slopes)]
-        self._weights = [_address(array) for array in (*weights, *keys, *values)]
+        self._weights = [_address(array) for array in (*pointed, *keys, *values)]
 
     def __call__(self, tokens: Ints, cos: Floats | None, sin: Floats | None, start: int) -> Floats:
         """Append a chunk of tokens and return the logits ``(B, V)`` of the last one of each row.

@@ -12,7 +12,7 @@ from ms_longctx.models.sharded import ShardedCheckpoint, is_sharded
 
 
 def open_checkpoint(path: Path, **overrides: Any) -> TensorSource:
-    """The tensors and the configuration of a Hugging Face directory, a directory of pieces or a GGUF file.
+    """The tensors and the configuration of a Hugging Face directory (quantized or not), one of pieces, or a GGUF file.
 
     Args:
         path: the directory, or a file whose name ends in ``.gguf``.
@@ -24,7 +24,9 @@ def open_checkpoint(path: Path, **overrides: Any) -> TensorSource:
     if path.is_dir() and is_sharded(path):
         return ShardedCheckpoint(path, **overrides)
     if path.is_dir():
-        return HfCheckpoint(path, **overrides)
+        from ms_longctx.quant.checkpoint import QuantizedCheckpoint, is_quantized
+
+        return QuantizedCheckpoint(path, **overrides) if is_quantized(path) else HfCheckpoint(path, **overrides)
     if path.suffix == ".gguf" and path.is_file():
         return GgufCheckpoint(path, **overrides)
     raise MsLongctxError(f"{path}: no model here; expected a Hugging Face directory or a .gguf file")

@@ -32,6 +32,7 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 # Tensors that hold rotary factors; they become part of the configuration.
+_CHUNK = 1 << 20  # elements that are dequantized at a time
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -81,7 +82,11 @@ class GgufCheckpoint:
         from gguf import dequantize
 
         tensor = self._tensors[name]
-        array = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        array = np.empty(self.shapes()[name], np.float32)
+        # By rows: the intermediate results of a large table would take several times its memory.
+        step = max(1, _CHUNK // max(1, math.prod(array.shape[1:])))
+        for start in range(0, len(array), step):
+            array[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
         if ".q_proj." in name:
             return unpermute(array, self.config.num_attention_heads)
         if ".k_proj." in name:

@@ -48,8 +48,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_config(folder: Path, **overrides: Any) -> LlamaConfig:
+def read_config(folder: Path, quantized: bool = False, **overrides: Any) -> LlamaConfig:
     """The architecture in ``folder/config.json``, with fields replaced by ``overrides``.
+
+    Args:
+        folder: a model directory.
+        quantized: the caller reads quantized weights, which are refused otherwise.
+        overrides: fields.
 
     Raises:
         MsLongctxError: no such file, another architecture, or a value this package cannot honour.
@@ -60,6 +65,8 @@ def read_config(folder: Path, **overrides: Any) -> LlamaConfig:
     if kind not in ARCHITECTURES:
         expected = " or ".join(ARCHITECTURES)
         raise MsLongctxError(f"{path}: model_type {kind!r} is not supported; expected {expected}")
+    if quantized:
+        values.pop("quantization_config", None)
     for key, neutral in _NEUTRAL_VALUES.items():
         if (value := values.pop(key, neutral)) not in (neutral, None):
             raise MsLongctxError(f"{path}: {key} = {value!r} is not supported; expected {neutral!r}")

@@ -287,14 +287,22 @@ class LlamaForCausalLM(nn.Cell):
         """Load a Hugging Face directory or a GGUF file.
 
         Args:
-            path: a directory with ``config.json`` and safetensors, or a ``.gguf`` file (dequantized).
+            path: a directory with ``config.json`` and safetensors, or a ``.gguf`` file (dequantized). Int8 and int4
+                weights (AWQ, compressed-tensors) stay packed in fp32 on the CPU and are dequantized elsewhere.
             dtype, compute_dtype: as of the class, or names such as ``bf16``.
             overrides: fields of :class:`LlamaConfig` to replace, for example ``parallel_attention=True``.
 
         Raises:
             MsLongctxError: files are missing or broken, or do not describe a supported model.
         """
+        from ms_longctx.quant.cells import packed_model
+        from ms_longctx.quant.checkpoint import QuantizedCheckpoint
+
         source = open_checkpoint(Path(path), **overrides)
+        if isinstance(source, QuantizedCheckpoint):
+            packed = packed_model(source, as_dtype(dtype), as_dtype(compute_dtype or dtype))
+            if packed is not None:
+                return packed
         with no_init_parameters():
             model = cls(source.config, as_dtype(dtype), as_dtype(compute_dtype or dtype))
         load_parameters(model, source)

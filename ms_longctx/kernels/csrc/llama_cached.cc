@@ -2,13 +2,11 @@
 // A whole Llama over a key-value cache in one call: a chunk of a prompt, or one token of each row.
 //
 // One token needs a few hundred small operators otherwise, and starting each costs more than running it. What is
-// computed is LlamaForCausalLM.forward_cached of models/llama.py, in fp32. Python calls it without MindSpore's
-// runtime (kernels/decode.py), whose threads would take the cores from this one's.
-#include <initializer_list>
-
+// computed is LlamaForCausalLM.forward_cached of models/llama.py, with fp32 activations and matrices of fp32, int8 or
+// int4. Python calls it without MindSpore's runtime (kernels/decode.py), whose threads would take the cores from this
+// one's.
 #include "flash_common.h"
-#include "fused_gemm.h"
-#include "fused_skinny.h"
+#include "quant_project.h"
 
 namespace MLK_ISA {
 namespace {
@@ -29,37 +27,6 @@ struct Settings {
   int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
   int64_t group() const { return heads / kv_heads; }
 };
-
-// out[m * stride + n] = x[m] . weight[n] + bias[n] for `rows` rows of the weight; bias may be null.
-struct Projection {
-  const float* weight;
-  const float* bias;
-  int64_t rows;
-  float* out;
-  int64_t stride;
-};
-
-// All projections of the inputs x (count, k); the rows of their weights are shared out evenly to the threads.
-void project(const float* x, int64_t count, int64_t k, std::initializer_list<Projection> projections) {
-  const SgemmFunction sgemm = count > kSkinnyRows ? mlk_sgemm() : nullptr;
-#pragma omp parallel
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    for (const Projection& p : projections) {
-      const auto border = [&](int64_t t) { return t == threads ? p.rows : p.rows * t / threads / 8 * 8; };
-      const int64_t first = border(thread), last = border(thread + 1);
-      if (sgemm == nullptr) {
-        skinny_product(x, p.weight, p.out, p.stride, count, k, first, last);
-      } else if (first < last) {
-        sgemm('N', 'T', count, last - first, k, 1.f, x, k, p.weight + first * k, k, 0.f, p.out + first, p.stride);
-      }
-      if (p.bias == nullptr) continue;
-      for (int64_t m = 0; m < count; m++) {
-        for (int64_t n = first; n < last; n++) p.out[m * p.stride + n] += p.bias[n];
-      }
-    }
-  }
-}
 
 void norm_rows(const float* x, const float* weight, float eps, int64_t count, int64_t n, float* out) {
 #pragma omp parallel for schedule(static) if (count >= kParallelFrom)
@@ -108,7 +75,7 @@ enum Argument {
   kSlopes,     // (heads) of ALiBi, null without it
   kLogits,     // result (batch, vocabulary) of the last token of each row
   kEmbedding, kNorm, kHead,
-  kWeights,  // of the layers, then their keys (batch, capacity, kv_heads, dim), then their values
+  kWeights,  // of the layers (each matrix as a Matrix of quant_matrix.h, norms and biases as they are), then their keys (batch, capacity, kv_heads, dim), then their values
 };
 
 class Llama {
@@ -133,14 +100,15 @@ class Llama {
   }
 
  private:
-  const float* weight() { return args_.ptr<float>(next_++); }
-  const float* bias(bool has) { return has ? weight() : nullptr; }
+  const float* vector() { return args_.ptr<float>(next_++); }
+  const float* bias(bool has) { return has ? vector() : nullptr; }
+  const Matrix& matrix() { return *args_.ptr<Matrix>(next_++); }
 
   bool embed() {
     const int32_t* tokens = args_.ptr<int32_t>(kTokens);
     for (int64_t m = 0; m < s_.count(); m++) {
       if (tokens[m] < 0 || tokens[m] >= s_.vocabulary) return false;
-      std::copy_n(args_.ptr<float>(kEmbedding) + tokens[m] * s_.hidden, s_.hidden, x_.get() + m * s_.hidden);
+      unpack_row(*args_.ptr<Matrix>(kEmbedding), tokens[m], s_.hidden, x_.get() + m * s_.hidden);
     }
     return true;
   }
@@ -157,13 +125,18 @@ class Llama {
   void attention(int layer) {
     const int64_t width = s_.qkv_size();
     float* out = qkv_.get();
-    norm(weight());
+    norm(vector());
     if (s_.fused_qkv) {
-      const float *w = weight(), *b = bias(s_.attention_bias);
+      const Matrix& w = matrix();
+      const float* b = bias(s_.attention_bias);
       project(normed_.get(), s_.count(), s_.hidden, {{w, b, width, out, width}});
     } else {
-      const float *q = weight(), *q_bias = bias(s_.attention_bias), *k = weight(), *k_bias = bias(s_.attention_bias),
-                  *v = weight(), *v_bias = bias(s_.attention_bias);
+      const Matrix& q = matrix();
+      const float* q_bias = bias(s_.attention_bias);
+      const Matrix& k = matrix();
+      const float* k_bias = bias(s_.attention_bias);
+      const Matrix& v = matrix();
+      const float* v_bias = bias(s_.attention_bias);
       project(normed_.get(), s_.count(), s_.hidden,
               {{q, q_bias, s_.q_size(), out, width},
                {k, k_bias, s_.kv_size(), out + s_.q_size(), width},
@@ -174,7 +147,8 @@ class Llama {
     append(keys, values);
     if (layer == s_.layers - 1) keep_last_tokens();
     attend(keys, values);
-    const float *o = weight(), *o_bias = bias(s_.attention_bias);
+    const Matrix& o = matrix();
+    const float* o_bias = bias(s_.attention_bias);
     project(attended_.get(), s_.count(), s_.q_size(), {{o, o_bias, s_.hidden, normed_.get(), s_.hidden}});
     add_to_residual();
   }
@@ -244,12 +218,16 @@ class Llama {
   }
 
   void mlp() {
-    norm(weight());
-    const float *g = weight(), *g_bias = bias(s_.mlp_bias), *u = weight(), *u_bias = bias(s_.mlp_bias);
+    norm(vector());
+    const Matrix& g = matrix();
+    const float* g_bias = bias(s_.mlp_bias);
+    const Matrix& u = matrix();
+    const float* u_bias = bias(s_.mlp_bias);
     project(normed_.get(), s_.count(), s_.hidden,
             {{g, g_bias, s_.inner, gate_.get(), s_.inner}, {u, u_bias, s_.inner, up_.get(), s_.inner}});
     swiglu(gate_.get(), up_.get(), s_.count() * s_.inner);
-    const float *down = weight(), *down_bias = bias(s_.mlp_bias);
+    const Matrix& down = matrix();
+    const float* down_bias = bias(s_.mlp_bias);
     project(gate_.get(), s_.count(), s_.inner, {{down, down_bias, s_.hidden, normed_.get(), s_.hidden}});
     add_to_residual();
   }
@@ -257,7 +235,7 @@ class Llama {
   void last_logits() {
     norm(args_.ptr<float>(kNorm));
     project(normed_.get(), s_.batch, s_.hidden,
-            {{args_.ptr<float>(kHead), nullptr, s_.vocabulary, args_.ptr<float>(kLogits), s_.vocabulary}});
+            {{*args_.ptr<Matrix>(kHead), nullptr, s_.vocabulary, args_.ptr<float>(kLogits), s_.vocabulary}});
   }
 
   const AotArgs& args_;

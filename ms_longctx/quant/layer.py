@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decoder layer at a time: its weights, what flows into its matrices, and statistics of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.nn.utils import no_init_parameters
+from numpy.typing import NDArray
+
+from ms_longctx.config.model import LlamaConfig
+from ms_longctx.models.checkpoint import TensorSource
+from ms_longctx.models.llama import LlamaDecoderLayer
+from ms_longctx.nn.rope import RotaryTables
+
+Floats = NDArray[np.float32]
+LayerWeights = dict[str, Floats]
+# Matrices of a layer that share their inputs; they are scaled and kept together.
+UNITS: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+MODULES = tuple(module for modules in UNITS.values() for module in modules)
+_TOKENS = 2048  # that go through a layer at a time
+Watch = Callable[[str, Floats], None]
+
+
+def read_layer(source: TensorSource, index: int) -> LayerWeights:
+    """The tensors of a decoder layer in fp32, by their names inside the layer (``mlp.up_proj.weight``)."""
+    prefix = f"model.layers.{index}."
+    names = [name for name in source.shapes() if name.startswith(prefix) and not name.endswith("inv_freq")]
+    return {name[len(prefix) :]: source.read(name).astype(np.float32, copy=False) for name in names}
+
+
+class LayerRunner:
+    """Runs decoder layers whose weights come and go; only one layer is in memory.
+
+    Args:
+        config: the architecture.
+        length: tokens of each row.
+    """
+
+    def __init__(self, config: LlamaConfig, length: int) -> None:
+        config = replace(config, parallel_attention=False)
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        if ms.get_context("device_target") == "CPU":
+            ms.runtime.launch_blocking()
+        with no_init_parameters():
+            self._layer = LlamaDecoderLayer(config, ms.float32)
+        self._layer.set_train(False)
+        self._parameters = dict(self._layer.parameters_and_names())
+        self._length = length
+        self._tables = RotaryTables(config)(length) if config.position_embedding == "rope" else (None, None)
+        self._watch: Watch | None = None
+        self._int8_inputs: frozenset[str] = frozenset()
+
+    def load(self, weights: Mapping[str, Floats]) -> None:
+        """Take these weights, by their names inside the layer."""
+        for name, parameter in self._parameters.items():
+            parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(weights[name])))
+
+    def run(
+        self,
+        states: NDArray[np.floating],
+        int8_inputs: frozenset[str] = frozenset(),
+        watch: Watch | None = None,
+        in_place: bool = False,
+    ) -> NDArray[np.floating]:
+        """Hidden states ``(rows, length, hidden)`` behind the layer, of the type of those before it.
+
+        Args:
+            states: before the layer.
+            int8_inputs: units whose inputs are rounded to int8, a scale a token.
+            watch: gets the name of a unit and a chunk of its inputs ``(tokens, features)`` as they come.
+            in_place: overwrite ``states``.
+        """
+        self._watch, self._int8_inputs = watch, int8_inputs
+        out = states if in_place else np.empty_like(states)
+        step = max(1, _TOKENS // self._length)
+        for start in range(0, len(states), step):
+            chunk = np.ascontiguousarray(states[start : start + step], np.float32)
+            out[start : start + step] = self._forward(Tensor.from_numpy(chunk)).asnumpy()
+        return out
+
+    def _forward(self, x: Tensor) -> Tensor:
+        layer, attention, mlp = self._layer, self._layer.self_attn, self._layer.mlp
+        h = self._input("qkv", layer.input_layernorm(x))
+        q, k, v = attention.project(h, *self._tables)
+        h = attention.attention(q, k, v, None, None, attention.slopes)
+        h = self._input("o", ops.reshape(h, (*x.shape[:-1], -1)))
+        x, h = layer.post_attention_layernorm(x, attention.o_proj(h))
+        h = self._input("gate_up", h)
+        h = self._input("down", mlp.act(mlp.gate_proj(h), mlp.up_proj(h)))
+        return x + mlp.down_proj(h)
+
+    def _input(self, unit: str, x: Tensor) -> Tensor:
+        if self._watch is None and unit not in self._int8_inputs:
+            return x
+        array = x.asnumpy()
+        if self._watch is not None:
+            self._watch(unit, array.reshape(-1, array.shape[-1]))
+        return Tensor.from_numpy(round_inputs(array)) if unit in self._int8_inputs else x
+
+
+def round_inputs(x: Floats) -> Floats:
+    """``x (..., k)`` rounded to int8 with a symmetric scale for each row, as the kernels and vLLM do it."""
+    scales = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    rates = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+    rounded: Floats = np.rint(x * rates) * scales
+    return rounded
+
+
+class InputStats:
+    """What is remembered of the inputs ``x`` of a unit.
+
+    Args:
+        features: of x.
+        tokens: that will come.
+    """
+
+    def __init__(self, features: int, tokens: int) -> None:
+        self._every = max(1, tokens // _GRAM_TOKENS)
+        self._sample_every = max(1, tokens // _SAMPLE_TOKENS)
+        self._sum = np.zeros(features, np.float64)
+        self._tokens = 0
+        self._samples: list[Floats] = []
+        self.gram = np.zeros((features, features), np.float32)
+        self.largest = np.zeros(features, np.float32)
+
+    def add(self, x: Floats) -> None:
+        """Add tokens ``(n, features)``."""
+        part = np.ascontiguousarray(x[:: self._every])
+        self.gram += part.T @ part
+        size = np.abs(x)
+        np.maximum(self.largest, size.max(0), out=self.largest)
+        self._sum += size.sum(0, dtype=np.float64)
+        self._tokens += len(x)
+        self._samples.append(x[:: self._sample_every].copy())
+
+    @property
+    def mean(self) -> Floats:
+        """Mean of |x| of each feature."""
+        return (self._sum / max(self._tokens, 1)).astype(np.float32)
+
+    @property
+    def sample(self) -> Floats:
+        """Some of the tokens ``(about 1000, features)``."""
+        return np.concatenate(self._samples)
+
+    def scaled(self, scales: Floats) -> InputStats:
+        """The statistics of ``x / scales``."""
+        result = InputStats.__new__(InputStats)
+        result.gram = self.gram / np.outer(scales, scales)
+        result.largest = self.largest / scales
+        result._sum, result._tokens = self._sum / scales, self._tokens
+        result._samples = [part / scales for part in self._samples]
+        return result
+
+
+_GRAM_TOKENS = 16384  # enough for the second moments of a few thousand features
+_SAMPLE_TOKENS = 1024

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizes a model layer by layer: one layer of the original is in memory at a time, and the quantized result."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.checkpoint import TensorSource
+from ms_longctx.quant.layer import MODULES, UNITS, InputStats, LayerRunner, LayerWeights, read_layer
+from ms_longctx.quant.measure import Comparison
+from ms_longctx.quant.methods import INT8_BOTH, KEPT, Method
+from ms_longctx.quant.model import EMBEDDING, HEAD, QuantizedModel, Unit, embed
+from ms_longctx.quant.scaling import apply_scales
+from ms_longctx.quant.weights import quantize_rows
+
+Floats = NDArray[np.float32]
+Tokens = NDArray[np.int32]
+log = logging.getLogger(__name__)
+_PROBE_TOKENS = 1024  # on which the damage of each unit is measured
+
+
+@dataclass
+class Damage:
+    """How much a unit at a level disturbs the hidden states behind its layer, relative to their size (mean squares)."""
+
+    by_level: dict[str, float]
+
+
+class Quantizer:
+    """Calibrates and rounds every layer.
+
+    Args:
+        source: the model, in fp32, fp16 or dequantized GGUF.
+        method: how.
+        calibration: tokens ``(rows, length)``.
+        heldout: tokens ``(rows, length)`` to measure with.
+        quantize_rows_too: whether embedding and output head become int8.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        method: Method,
+        calibration: Tokens,
+        heldout: Tokens,
+        quantize_rows_too: bool = True,
+    ) -> None:
+        if source.config.parallel_attention:
+            raise MsLongctxError("quantize: the model's q, k and v have to be apart; leave parallel_attention off")
+        self._source, self._method = source, method
+        self._calibration, self._heldout = calibration, heldout
+        self._rows_too = quantize_rows_too
+        self._runner = LayerRunner(source.config, calibration.shape[1])
+        if heldout.shape[1] != calibration.shape[1]:
+            raise MsLongctxError("quantize: calibration and held-out windows have to be of one length")
+        self.damage: dict[Unit, Damage] = {}
+
+    def run(self) -> tuple[QuantizedModel, Comparison]:
+        """The quantized model, every unit at its lowest level, and what to compare candidates with."""
+        source = self._source
+        model = QuantizedModel(source, self._method)
+        if self._rows_too:
+            names = [EMBEDDING] if source.config.tie_word_embeddings else [EMBEDDING, HEAD]
+            model.rows = {name: quantize_rows(source.read(name).astype(np.float32, copy=False)) for name in names}
+        # Statistics need no more than fp16; the states that are measured stay in fp32.
+        states = embed(source, self._calibration).astype(np.float16)
+        original = embed(source, self._heldout)
+        for layer in range(source.config.num_hidden_layers):
+            states, original = self._layer(model, layer, states, original)
+            release_memory()
+            log.info("layer %d of %d", layer + 1, source.config.num_hidden_layers)
+        return model, Comparison(source, original, self._heldout)
+
+    def measure_states(self, model: QuantizedModel) -> Floats:
+        """Hidden states of the held-out text through ``model``."""
+        return model.states(self._heldout, self._runner)
+
+    def _layer(
+        self, model: QuantizedModel, layer: int, states: NDArray[np.float16], original: Floats
+    ) -> tuple[NDArray[np.float16], Floats]:
+        runner, weights = self._runner, read_layer(self._source, layer)
+        runner.load(weights)
+        stats, passed = self._calibrate(states)
+        behind = runner.run(original)
+        for unit, modules in UNITS.items():
+            scales = self._method.scales(
+                unit, [weights[f"{module}.weight"] for module in modules], stats[unit], self._source.config
+            )
+            if scales is not None:
+                model.scales[layer, unit] = scales
+                stats[unit] = stats[unit].scaled(scales)
+        for unit in UNITS:
+            if (layer, unit) in model.scales:
+                apply_scales(weights, unit, model.scales[layer, unit], self._source.config)
+        unit_of = {module: unit for unit, modules in UNITS.items() for module in modules}
+        model.weights[layer] = {
+            module: self._method.quantize(module, weights[f"{module}.weight"], stats[unit_of[module]])
+            for module in MODULES
+        }
+        self._probe(model, layer, weights, original[: max(1, _PROBE_TOKENS // original.shape[1])], behind)
+        if self._method.propagates:
+            runner.load(model.rounded_layer(layer, weights))
+            passed = runner.run(states, model.int8_inputs(layer), in_place=True)
+        return passed.astype(np.float16, copy=False), behind
+
+    def _calibrate(self, states: NDArray[np.float16]) -> tuple[dict[str, InputStats], NDArray[np.float16]]:
+        stats: dict[str, InputStats] = {}
+
+        def watch(unit: str, x: Floats) -> None:
+            if unit not in stats:
+                stats[unit] = InputStats(x.shape[1], states.shape[0] * states.shape[1])
+            stats[unit].add(x)
+
+        passed = self._runner.run(states, watch=watch, in_place=not self._method.propagates)
+        if not np.isfinite(passed).all():
+            raise MsLongctxError("hidden states of the calibration text are not finite in fp16; the model is broken")
+        return stats, passed.astype(np.float16, copy=False)
+
+    def _probe(self, model: QuantizedModel, layer: int, weights: LayerWeights, inputs: Floats, behind: Floats) -> None:
+        """Measure each unit alone at each level below the original."""
+        expected = behind[: len(inputs)]
+        size = float(np.square(expected).mean())
+        for unit, modules in UNITS.items():
+            rounded = {f"{module}.weight": model.weights[layer][module].values() for module in modules}
+            self._runner.load({**weights, **rounded})
+            levels = [level for level in self._method.levels if level != KEPT]
+            self.damage[layer, unit] = Damage(
+                {level: self._disturbance(unit, level, inputs, expected) / size for level in levels}
+            )
+
+    def _disturbance(self, unit: str, level: str, inputs: Floats, expected: Floats) -> float:
+        units = frozenset([unit]) if level == INT8_BOTH else frozenset()
+        return float(np.square(self._runner.run(inputs, units) - expected).mean())
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system; glibc would keep the holes that large arrays leave."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

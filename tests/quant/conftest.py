@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small random Llama whose inputs have large features, as those of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.models.reference import torch_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 203,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.08,
+}
+Made = tuple[transformers.PreTrainedModel, Path]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Callable[..., Made]:
+    """``make_model(**config)``: the model in torch and the directory it was saved to."""
+
+    def make(**fields: Any) -> Made:
+        model = torch_model(**{**SIZES, **fields})
+        with torch.no_grad():  # a few features are 20 times the others
+            for layer in model.model.layers:
+                layer.input_layernorm.weight[[3, 40]] *= 20
+                layer.post_attention_layernorm.weight[[7, 21]] *= 20
+        model.save_pretrained(tmp_path / "model")
+        return model, tmp_path / "model"
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> Callable[[int, int], np.ndarray]:
+    """``tokens(rows, seed)``: random ids ``(rows, 32)`` int32."""
+    return lambda rows, seed: np.random.default_rng(seed).integers(0, 203, (rows, 32)).astype(np.int32)
