@@ -110,9 +110,16 @@ class LiteModel(ExportedModel):
 
     Args:
         folder: holds ``manifest.json``.
+
+    Raises:
+        MsLongctxError: not a Lite export, or no Python 3.7.
     """
 
     format = "lite"
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._python = lite_python()
 
     def engine(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> LiteEngine:
         """See :class:`ExportedModel`."""
@@ -124,23 +131,24 @@ class LiteModel(ExportedModel):
             "shape": shape,
             "files": {role: graph.file for role, graph in graphs.items()},
         }
-        return LiteEngine(self.folder, request)
+        return LiteEngine(self._python, self.folder, request)
 
 
 class LiteEngine:
     """An engine (:class:`ms_longctx.generation.engine.Engine`) in a process that runs MindSpore Lite.
 
     Args:
+        python: has ``mindspore_lite``.
         folder: of the export.
         request: what the worker is asked first: ``prompts``, ``max_new_tokens``, ``shape``, ``files``.
     """
 
-    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
+    def __init__(self, python: Path, folder: Path, request: dict[str, Any]) -> None:
         self._request = request
         self._log = tempfile.TemporaryFile()
         threads = str(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
         self._process = subprocess.Popen(
-            [str(lite_python()), _worker(), "run", str(folder), threads],
+            [str(python), _worker(), "run", str(folder), threads],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -160,7 +168,6 @@ class LiteEngine:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()
-        self._log.close()
 
     def __del__(self) -> None:
         if self._process.poll() is None:

@@ -48,3 +48,19 @@ def test_lite_equals_the_model(options: dict[str, Any], tolerance: float, tmp_pa
         wanted = model(Tensor(np.array([prompt], np.int32))).asnumpy()[0, -1]
         np.testing.assert_allclose(row, wanted, rtol=0, atol=tolerance)
     assert greedy(exported, PROMPTS, 8) == greedy(model, PROMPTS, 8)
+
+
+def test_lite_that_dies_is_reported(tmp_path: Path) -> None:
+    """A process that is gone and a file that was cut are one line each."""
+    export_lite(tiny_model(), tmp_path / "out", Plan((21,), chunk=5))
+    exported = LiteModel(tmp_path / "out")
+    engine = exported.engine(PROMPTS[:1], 2)
+    engine.prefill()
+    engine.close()
+    with pytest.raises(MsLongctxError, match="MindSpore Lite stopped"):
+        engine.step(np.array([1], np.int32))
+    file = tmp_path / "out" / exported.manifest.graphs[0].file
+    file.chmod(0o600)
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(MsLongctxError, match="changed or damaged"):
+        exported.engine(PROMPTS[:1], 2)
