@@ -26,11 +26,7 @@ def open_checkpoint(path: Path, **overrides: Any) -> TensorSource:
     if path.is_dir():
         from ms_longctx.quant.checkpoint import QuantizedCheckpoint, is_quantized
 
-<<<<<<< HEAD
         return QuantizedCheckpoint(path, **overrides) if is_quantized(path) else HfCheckpoint(path, **overrides)
-=======
-        return (QuantizedCheckpoint if is_quantized(path) else HfCheckpoint)(path, **overrides)
->>>>>>> 1d5ff6f (wip)
     if path.suffix == ".gguf" and path.is_file():
         return GgufCheckpoint(path, **overrides)
     raise MsLongctxError(f"{path}: no model here; expected a Hugging Face directory or a .gguf file")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, **overrides: Any) -> None:
         self.path = path
         reader = _open(path)
+        self._mapping = reader.data._mmap
         self._tensors = {}
         factors = {}
         for tensor in reader.tensors:
@@ -87,6 +89,8 @@ class GgufCheckpoint:
         step = max(1, _CHUNK // max(1, math.prod(array.shape[1:])))
         for start in range(0, len(array), step):
             array[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+        # What was read stays in the cache of the system but no longer counts as memory of this process.
+        self._mapping.madvise(mmap.MADV_DONTNEED)
         if ".q_proj." in name:
             return unpermute(array, self.config.num_attention_heads)
         if ".k_proj." in name:

@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.hf import INDEX_FILE, SINGLE_FILE
 from ms_longctx.models.hf_config import CONFIG_FILE, read_config, read_json
-<<<<<<< HEAD
 from ms_longctx.parallel.slices import Piece
-=======
->>>>>>> 1d5ff6f (wip)
 from ms_longctx.quant.files import ROW_SCALES
 from ms_longctx.quant.layouts import read_awq, read_int, read_packed
 from ms_longctx.quant.weights import Int8Weight, Weight, round_int8
@@ -60,7 +57,6 @@ class QuantizedCheckpoint:
                 result[f"{module}.weight"] = self._module_shape(module, suffix)
         return result
 
-<<<<<<< HEAD
     def read(self, name: str, piece: Piece | None = None) -> np.ndarray:
         """A tensor, or a block of it; quantized ones in fp32."""
         weight = self.weight(name)
@@ -70,12 +66,6 @@ class QuantizedCheckpoint:
     def types(self) -> set[str]:
         """Safetensors name of the type that dequantized tensors are given in."""
         return {"F32"}
-=======
-    def read(self, name: str) -> NDArray[np.generic]:
-        """A tensor; quantized ones in fp32."""
-        weight = self.weight(name)
-        return self._tensor(name) if weight is None else weight.values()
->>>>>>> 1d5ff6f (wip)
 
     def weight(self, name: str) -> Weight | None:
         """A quantized matrix by the name its fp32 form has (``....weight``), ``None`` for what is a float."""
@@ -141,12 +131,8 @@ class _Scheme:
                 self._check(path, group)
         else:
             raise MsLongctxError(
-<<<<<<< HEAD
                 f"{path}: quantization_config = {values} is not supported; expected the quant_method 'awq' or "
                 "'compressed-tensors'"
-=======
-                f"{path}: quant_method {method!r} is not supported; expected 'awq' or 'compressed-tensors'"
->>>>>>> 1d5ff6f (wip)
             )
 
     def bits(self, module: str) -> int:

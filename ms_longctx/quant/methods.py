@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.quant.layer import InputStats
-from ms_longctx.quant.rounding import clipped_int4, gptq_int4
+from ms_longctx.quant.rounding import clipped_int4, gptq_int4, gptq_int8
 from ms_longctx.quant.scaling import ALPHAS, awq_scales, smoothquant_scales
-from ms_longctx.quant.weights import Weight, quantize_int4, quantize_int8
+from ms_longctx.quant.weights import Weight, quantize_int4
 
 Floats = NDArray[np.float32]
 INT8_BOTH, INT8_WEIGHTS, INT4, KEPT = "int8", "int8 weights", "int4", "fp16"
@@ -61,8 +61,8 @@ class Int8(Method):
         return smoothquant_scales(unit, matrices, stats, config, self._alphas) if self._smooth else None
 
     def quantize(self, module: str, w: Floats, stats: InputStats) -> Weight:
-        """To nearest, a scale a row."""
-        return quantize_int8(w)
+        """A scale a row; columns make up for one another's rounding (GPTQ)."""
+        return gptq_int8(w, stats.gram)
 
 
 class RoundToNearest(Method):

@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_longctx.quant.weights import INT4_MAX, Int4Weight, group_range, quantize_int4
+from ms_longctx.quant.weights import (
+    INT4_MAX,
+    INT8_MAX,
+    Int4Weight,
+    Int8Weight,
+    group_range,
+    quantize_int4,
+    quantize_int8,
+)
 
 Floats = NDArray[np.float32]
+_BLOCK = 128  # columns of int8 that are rounded before what is behind them is corrected
 SHRINK = tuple(1 - 0.05 * step for step in range(11))  # AutoAWQ tries down to half as well
 
 
@@ -53,32 +65,57 @@ def gptq_int4(w: Floats, gram: Floats, group: int, damping: float = 0.01) -> Int
         group: columns a group; its grid is chosen when its first column is reached.
         damping: share of the mean diagonal that is added to the diagonal.
     """
-    upper = _inverse_factor(gram, damping)
-    rest = w.astype(np.float32, copy=True)
     parts: list[Int4Weight] = []
-    for start in range(0, w.shape[1], group):
-        end = min(start + group, w.shape[1])
-        block = rest[:, start:end]
-        template = quantize_int4(block, group)
-        q, errors = _round_block(block, upper[start:end, start:end], template)
-        rest[:, end:] -= errors @ upper[start:end, end:]
-        parts.append(Int4Weight(q, template.scales, template.zeros, group))
-    q, scales, zeros = (np.concatenate([getattr(p, name) for p in parts], 1) for name in ("q", "scales", "zeros"))
+
+    def grid(block: Floats) -> _Grid:
+        parts.append(quantize_int4(block, group))
+        return _Grid(parts[-1].scales[:, 0].astype(np.float32), parts[-1].zeros[:, 0].astype(np.float32), 0, INT4_MAX)
+
+    q = _gptq(w, gram, group, damping, grid).astype(np.uint8)
+    scales, zeros = np.concatenate([p.scales for p in parts], 1), np.concatenate([p.zeros for p in parts], 1)
     return Int4Weight(q, scales, zeros, group)
 
 
-def _round_block(block: Floats, upper: Floats, grid: Int4Weight) -> tuple[NDArray[np.uint8], Floats]:
-    """Values of the columns of one group, and what each column leaves to the columns behind the group."""
-    scales, zeros = grid.scales[:, 0].astype(np.float32), grid.zeros[:, 0].astype(np.float32)
+def gptq_int8(w: Floats, gram: Floats, damping: float = 0.01) -> Int8Weight:
+    """The same on the symmetric grid of :func:`~ms_longctx.quant.weights.quantize_int8`, one scale a row."""
+    plain = quantize_int8(w)
+    steps = np.where(plain.scales > 0, plain.scales, 1).astype(np.float32)
+    grid = _Grid(steps, np.zeros_like(steps), -INT8_MAX, INT8_MAX)
+    return Int8Weight(_gptq(w, gram, _BLOCK, damping, lambda block: grid).astype(np.int8), plain.scales)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """``(q - zeros) * scales`` with q from ``low`` to ``high``; a scale and a zero point a row."""
+
+    scales: Floats
+    zeros: Floats
+    low: int
+    high: int
+
+
+def _gptq(w: Floats, gram: Floats, size: int, damping: float, grid: Callable[[Floats], _Grid]) -> Floats:
+    """q ``(n, k)``; ``grid`` gives that of the next ``size`` columns from what is left to round there."""
+    upper = _inverse_factor(gram, damping)
+    rest = w.astype(np.float32, copy=True)
+    q = np.empty_like(rest)
+    for start in range(0, w.shape[1], size):
+        end = min(start + size, w.shape[1])
+        block = rest[:, start:end]
+        q[:, start:end], errors = _round_block(block, upper[start:end, start:end], grid(block))
+        rest[:, end:] -= errors @ upper[start:end, end:]
+    return q
+
+
+def _round_block(block: Floats, upper: Floats, grid: _Grid) -> tuple[Floats, Floats]:
+    """Values of the columns of a block, and what each column leaves to the columns behind the block."""
     block = np.ascontiguousarray(block.T)  # by columns: each is read and changed as a whole
-    q = np.empty(block.shape, np.uint8)
-    errors = np.empty_like(block)
+    q, errors = np.empty_like(block), np.empty_like(block)
     for j, column in enumerate(block):
-        values = np.clip(np.rint(column / scales) + zeros, 0, INT4_MAX)
-        errors[j] = (column - (values - zeros) * scales) / upper[j, j]
+        q[j] = np.clip(np.rint(column / grid.scales) + grid.zeros, grid.low, grid.high)
+        errors[j] = (column - (q[j] - grid.zeros) * grid.scales) / upper[j, j]
         block[j + 1 :] -= np.outer(upper[j, j + 1 :], errors[j])
-        q[j] = values
-    return np.ascontiguousarray(q.T), np.ascontiguousarray(errors.T)
+    return q.T, np.ascontiguousarray(errors.T)
 
 
 def _inverse_factor(gram: Floats, damping: float) -> Floats:

@@ -11,13 +11,13 @@ from typing import Any
 
 from ms_longctx.data.tokenizer import load_tokenizer
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.models.auto import open_checkpoint
 from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 from ms_longctx.quant.files import LAYOUTS, check_output, save_quantized
 from ms_longctx.quant.layer import UNITS
 from ms_longctx.quant.measure import Accuracy
 from ms_longctx.quant.methods import KEPT, make_method
+from ms_longctx.quant.mindir import open_weights
 from ms_longctx.quant.model import QuantizedModel
 from ms_longctx.quant.quantizer import Quantizer, release_memory
 from ms_longctx.quant.search import NotReached, Search
@@ -31,7 +31,7 @@ class Options:
     """What the command line says.
 
     Attributes:
-        model: Hugging Face directory or ``.gguf`` file.
+        model: Hugging Face directory, ``.gguf`` file, or exported MindIR.
         output: directory to write.
         calibrate_data: JSON lines to calibrate on.
         heldout_data: JSON lines to measure on; ``None``: every tenth text of ``calibrate_data``, kept apart.
@@ -76,7 +76,7 @@ def quantize(options: Options) -> tuple[dict[str, Any], list[str]]:
     start = time.perf_counter()
     layout = _layout(options)
     check_output(Path(options.output))
-    source = open_checkpoint(Path(options.model))
+    source = open_weights(Path(options.model))
     if isinstance(source, QuantizedCheckpoint):
         raise MsLongctxError(f"--model {options.model} is quantized already; start from the original weights")
     int8 = {"activations": options.activations, "alpha": options.alpha} if options.method == "int8" else {}
@@ -108,7 +108,7 @@ def _layout(options: Options) -> str:
 
 
 def _quantizer(options: Options, source: TensorSource, method: Any) -> Quantizer:
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = load_tokenizer(options.tokenizer or source.path)
     if tokenizer.vocab_size > source.config.vocab_size:
         raise MsLongctxError("the tokenizer has more tokens than the model; give the model's own as --tokenizer")
     length = options.seq_length

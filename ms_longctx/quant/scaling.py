@@ -26,10 +26,7 @@ _PRODUCER = {
     "down": "mlp.up_proj",
 }
 _LIMIT = 1e4
-<<<<<<< HEAD
 _ROWS = 512  # on which scales are compared
-=======
->>>>>>> 1d5ff6f (wip)
 
 
 def apply_scales(weights: LayerWeights, unit: str, scales: Floats, config: LlamaConfig) -> None:
@@ -64,10 +61,7 @@ def smoothquant_scales(
     """
     alphas = list(alphas)
     sample = stats.sample
-<<<<<<< HEAD
     matrices = _some_rows(matrices)
-=======
->>>>>>> 1d5ff6f (wip)
     inputs = tie_heads(unit, stats.largest, config)
     columns = tie_heads(unit, _column_sizes(matrices), config)
     candidates = [_normal(inputs**alpha / np.maximum(columns, 1e-5) ** (1 - alpha)) for alpha in alphas]
@@ -92,10 +86,7 @@ def awq_scales(
     The error of the outputs over all calibration tokens follows from their second moments G = sum x x^T:
     ``|(Q(w s) / s - w) x|^2 = tr(D G D^T)``.
     """
-<<<<<<< HEAD
     matrices = _some_rows(matrices)
-=======
->>>>>>> 1d5ff6f (wip)
     inputs = np.maximum(tie_heads(unit, stats.mean, config), 1e-4)
     columns = np.maximum(tie_heads(unit, _relative_columns(matrices, group), config), 1e-4)
     ratios = np.arange(grid) / grid
@@ -116,15 +107,12 @@ def _best(candidates: Sequence[Floats], error: Callable[[Floats], float]) -> Flo
     return candidates[int(np.argmin([error(scales) for scales in candidates]))]
 
 
-<<<<<<< HEAD
 def _some_rows(matrices: Sequence[Floats]) -> list[Floats]:
     """About ``_ROWS`` rows of all matrices: enough to compare candidates, whose errors are sums over the rows."""
     stride = max(1, sum(len(w) for w in matrices) // _ROWS)
     return [np.ascontiguousarray(w[::stride]) for w in matrices]
 
 
-=======
->>>>>>> 1d5ff6f (wip)
 def _column_sizes(matrices: Sequence[Floats]) -> Floats:
     sizes: Floats = np.max([np.abs(w).max(0) for w in matrices], 0)
     return sizes

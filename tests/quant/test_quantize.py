@@ -26,11 +26,13 @@ from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 from ms_longctx.quant.files import save_quantized
 from ms_longctx.quant.measure import Accuracy
 from ms_longctx.quant.methods import INT8_BOTH, INT8_WEIGHTS, KEPT, make_method
+from ms_longctx.quant.mindir import open_weights
 from ms_longctx.quant.model import QuantizedModel
 from ms_longctx.quant.quantizer import Quantizer
 from ms_longctx.quant.search import NotReached, Search
 from tests.models.reference import torch_logits
 
+EXPORT = ["--format", "mindir", "--shapes", "64", "--chunk", "16"]
 Made = tuple[transformers.PreTrainedModel, Path]
 MakeModel = Callable[..., Made]
 Tokens = Callable[[int, int], np.ndarray]
@@ -207,6 +209,18 @@ def test_command_line(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert "exists already" in capsys.readouterr().err
     assert main([*job[:2], str(out), *job[3:], "--output", str(tmp_path / "twice")]) == 2
     assert "quantized already" in capsys.readouterr().err
+
+
+def test_from_mindir(make_model: MakeModel, tokens: Tokens, tmp_path: Path) -> None:
+    """An export holds the same weights as the directory it was made of: every tensor is equal."""
+    _, folder = make_model()
+    assert main(["export", "--model", str(folder), "--output", str(tmp_path / "ir"), *EXPORT]) == 0
+    source, original = open_weights(next((tmp_path / "ir").glob("*.mindir"))), open_checkpoint(folder)
+    assert source.shapes() == original.shapes() and source.config == original.config
+    for name in original.shapes():
+        np.testing.assert_array_equal(source.read(name), original.read(name))
+    quantizer = Quantizer(source, make_method("rtn", source.config), tokens(2, 1), tokens(2, 2))
+    assert quantizer.run()[0].weights[1]["mlp.up_proj"].q.shape == (96, 64)
 
 
 def test_nothing_is_written_when_the_threshold_fails(

@@ -58,11 +58,7 @@ def test_rows_are_exact_in_fp16() -> None:
     rows = quantize_rows(w)
     values = rows.values()
     np.testing.assert_array_equal(values.astype(np.float16).astype(np.float32), values)
-<<<<<<< HEAD
     step = np.abs(w).max(1, keepdims=True) / 127 * 1.125 + 2.0**-24
-=======
-    step = np.maximum(np.abs(w).max(1, keepdims=True) / 127 * 1.125, 2.0**-24)
->>>>>>> 1d5ff6f (wip)
     assert (np.abs(values - w) <= step / 2 * 1.001).all()
 
 
