@@ -15,6 +15,8 @@ examples:
       the newest checkpoint of a run on any number of devices, as a Hugging Face directory
   %(prog)s --input Llama-2-7b/ --output pieces/ --worker_num 16 --parallel_config parallel_16.json
       a model in the pieces that 16 devices hold, to train from with --model.pretrained pieces/
+  %(prog)s --input outputs/lora1 --output adapter/
+      the adapter of a LoRA run on any number of devices, as peft's two files
 """
 
 
@@ -48,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
     from ms_longctx.parallel.strategy import Strategy
 
     strategy = None if args.worker_num is None else Strategy.read(args.parallel_config, args.worker_num)
-    path = _checkpoint(Path(args.input))
+    path, folder = _checkpoint(Path(args.input)), Path(args.output)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        return _convert_adapter(path, folder, args.dtype or "fp32", strategy is not None)
     source = open_checkpoint(path)
-    folder = Path(args.output)
     if strategy is None:
         merge(source, folder, args.dtype, args.max_shard_size)
     else:
@@ -58,6 +61,17 @@ def run(args: argparse.Namespace) -> int:
         strategy.check_model(source.config, strategy.sequence_multiple * strategy.mp, 1)
         split(source, folder, strategy, args.dtype)
     print(f"{path} -> {folder}{'' if strategy is None else f' ({strategy.describe()})'}")
+    return 0
+
+
+def _convert_adapter(path: Path, folder: Path, dtype: str, to_pieces: bool) -> int:
+    if to_pieces:
+        raise MsLongctxError(f"{path} holds an adapter, which needs no pieces; leave out --worker_num")
+    from ms_longctx.models.merge import FILE_TYPES
+    from ms_longctx.tuning.adapter_files import gather_adapter
+
+    gather_adapter(path, folder, FILE_TYPES[dtype][0])
+    print(f"{path} -> {folder} (adapter)")
     return 0
 
 

@@ -4,14 +4,15 @@
 ::
 
     <directory>/
-        config.json                 the architecture, as Hugging Face writes it
+        config.json                 the architecture, as Hugging Face writes it (of adapters adapter_config.json)
         shards/rank-00003.safetensors   blocks of weights and, in a training checkpoint, of the optimizer's moments
         shards/rank-00003.json          {"format": 1, "rank": 3, "size": .., "sha256": .., "tensors":
                                          {name: {"shape": [..], "start": [..], "stop": [..]}}}
 
-Names are Hugging Face's (:mod:`.pieces`); a moment's begins with ``exp_avg.`` or ``exp_avg_sq.``. A block that several
-ranks hold stands in one file. So a reader needs neither the strategy that wrote the files nor a compiler: it takes from
-each file what overlaps the block it wants, which is why a checkpoint of one strategy loads under any other.
+Names are Hugging Face's (:mod:`.pieces`), of adapters peft's; a moment's begins with ``exp_avg.`` or ``exp_avg_sq.``.
+A block that several ranks hold stands in one file. So a reader needs neither the strategy that wrote the files nor a
+compiler: it takes from each file what overlaps the block it wants, which is why a checkpoint of one strategy loads
+under any other.
 """
 
 from __future__ import annotations
@@ -111,9 +112,7 @@ class ShardedCheckpoint:
     def __init__(self, folder: Path, **overrides: Any) -> None:
         self.path = folder
         self.config = read_config(folder, **overrides)
-        blocks = read_blocks(folder)
-        self.weights = BlockSource(folder, {name: found for name, found in blocks.items() if not _MOMENT.match(name)})
-        self.moments = BlockSource(folder, {name: found for name, found in blocks.items() if _MOMENT.match(name)})
+        self.weights, self.moments = open_pieces(folder)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of every weight by its name."""
@@ -169,6 +168,17 @@ class BlockSource:
                 f"numbers are in {SHARDS}; copy the files of all ranks into one directory"
             )
         return values
+
+
+def open_pieces(folder: Path) -> tuple[BlockSource, BlockSource]:
+    """The weights, or adapters, of a directory of pieces, and the optimizer's moments.
+
+    Raises:
+        MsLongctxError: as :class:`ShardedCheckpoint`.
+    """
+    blocks = read_blocks(folder)
+    moments = {name: blocks.pop(name) for name in list(blocks) if _MOMENT.match(name)}
+    return BlockSource(folder, blocks), BlockSource(folder, moments)
 
 
 def read_blocks(folder: Path) -> dict[str, dict[Piece, StoredTensor]]:

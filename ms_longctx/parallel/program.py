@@ -51,7 +51,8 @@ class Program:
     Args:
         cell: takes what :class:`~ms_longctx.parallel.training_step.ShardedStep` takes.
         model: its parameters have the shapes of this rank's pieces; they have no values before :meth:`initialise`.
-        full_shapes: of the trained parameters before they were cut, by name.
+        full_shapes: of the trained parameters before they were cut, by name, in the order of the model.
+        frozen_shapes: likewise, of those that do not train beside adapters.
         inputs: an empty batch: four int32 tensors ``(micro batches * data workers, tokens)``. Every worker is fed the
             whole batch; in each micro batch it has one row a data worker (``dp_i * cp + cp_i``).
         seconds: that compiling took.
@@ -60,6 +61,7 @@ class Program:
     cell: AutoParallel
     model: LlamaForCausalLM
     full_shapes: dict[str, tuple[int, ...]]
+    frozen_shapes: dict[str, tuple[int, ...]]
     inputs: tuple[Tensor, ...]
     seconds: float
     is_initialised: bool = False
@@ -105,7 +107,8 @@ def compile_program(run: RunConfig, strategy: Strategy) -> Program:
         model.set_train()
         _split(model, run, strategy)
         optimizer = build_optimizer(run, model)
-        shapes = {parameter.name: tuple(parameter.shape) for parameter in optimizer.parameters}
+        shapes = {parameter.name: tuple(parameter.shape) for parameter in model.trainable_params()}
+        frozen = {parameter.name: tuple(parameter.shape) for parameter in model.untrainable_params()}
         step = _build_step(model, optimizer, run, strategy)
     cell = AutoParallel(step, run.parallel.mode)
     inputs = _empty_batch(run, strategy)
@@ -115,7 +118,7 @@ def compile_program(run: RunConfig, strategy: Strategy) -> Program:
         cell.compile(*inputs)
         seconds = time.perf_counter() - start
     step.norm.set_pieces()
-    return Program(cell, model, shapes, inputs, seconds)
+    return Program(cell, model, shapes, frozen, inputs, seconds)
 
 
 def micro_batches(run: RunConfig, strategy: Strategy) -> int:

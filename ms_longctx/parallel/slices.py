@@ -21,9 +21,10 @@ from typing import Any
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.parallel.strategy import Strategy
 
-# Matrices whose outputs (rows) or inputs (columns) are split over mp; a bias of the former has rows, too.
-_ROWS = re.compile(r"\.(qkv_proj|q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$")
-_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
+# Matrices whose outputs (rows) or inputs (columns) are split over mp; a bias of the former has rows, too. Of an adapter
+# the matrix on the side that is split is, too.
+_ROWS = re.compile(r"\.(qkv_proj|q_proj|k_proj|v_proj|gate_proj|up_proj)\.((lora_B\.)?weight|bias)$")
+_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.(lora_A\.)?weight$")
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # What MindSpore leaves whole because splitting it is not worth a message (``AutoParallel.hsdp``, threshold=64).

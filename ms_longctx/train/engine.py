@@ -3,7 +3,8 @@
 
 :class:`LocalEngine` computes each worker's share as a graph of its own and sums gradients over the workers by explicit
 collectives (data and context parallelism). Every worker has the whole model, so the first one of a disk writes it as
-a Hugging Face directory. It serves CPUs, a single Ascend device, and adapters (LoRA) on any number of devices.
+a Hugging Face directory. It serves CPUs, a single Ascend device, and adapters (LoRA) on any number of devices that
+each hold the whole model.
 
 :class:`~ms_longctx.train.program_engine.ProgramEngine` runs MindSpore's semi-automatic program on several Ascend
 devices, which cuts model and optimizer over the workers; each writes and reads its own pieces.
@@ -49,8 +50,8 @@ class Engine(Protocol):
         """One optimizer step; see :class:`~ms_longctx.train.step.TrainStep`."""
         ...
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Summed loss in nats and number of supervised tokens of a batch."""
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Summed loss in nats and number of supervised tokens of up to :attr:`micro_batches` batches, at least one."""
         ...
 
     def count_parameters(self) -> tuple[int, int]:
@@ -98,9 +99,10 @@ class LocalEngine:
         """See :class:`Engine`."""
         return self._train_step(batches, learning_rate, loss_scale, number)
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """See :class:`Engine`."""
-        return self._eval_step(batch)
+        losses, counts = zip(*map(self._eval_step, batches), strict=True)
+        return sum(losses), sum(counts)
 
     def count_parameters(self) -> tuple[int, int]:
         """See :class:`Engine`."""

@@ -4,7 +4,7 @@
 MindSpore cuts model and optimizer; where it cut is known when the program is compiled (``parameter_layout_dict``), and
 :mod:`ms_longctx.parallel.slices` reads it. From then on a worker only ever holds its pieces: first weights, those of a
 Hugging Face directory and those of any checkpoint are read piece by piece, and a checkpoint gets the pieces that no
-worker of the same disk with a lower rank holds, too.
+worker of the same disk with a lower rank holds, too. With adapters (LoRA) only those and their moments are saved.
 
 No part of this has run on a device; it was compiled, fed and stepped in MindSpore's simulation, where values mean
 nothing, and its pieces were compared with numpy's slices.
@@ -37,10 +37,12 @@ from ms_longctx.parallel.slices import Piece, from_layout, holders
 from ms_longctx.parallel.strategy import Strategy
 from ms_longctx.train.build import copy_tokenizer
 from ms_longctx.train.disks import Disk
-from ms_longctx.train.initial import initial_values
-from ms_longctx.train.objectives import Batch, count_supervised
+from ms_longctx.train.initial import initial_adapters, initial_values
+from ms_longctx.train.objectives import IGNORE_INDEX, Batch, count_supervised
 from ms_longctx.train.state import open_moments
 from ms_longctx.train.step import COLUMNS, StepResult
+from ms_longctx.tuning import LoraConfig
+from ms_longctx.tuning.adapter_files import PREFIX, open_adapter, write_adapter_config
 
 _MOMENTS = ("exp_avg.", "exp_avg_sq.")
 
@@ -58,7 +60,6 @@ class ProgramEngine:
     """
 
     def __init__(self, run: RunConfig, disk: Disk, checkpoint: Path | None) -> None:
-        _check(run)
         self.run, self.disk = run, disk
         self.strategy, self.rank = disk.workers.strategy, disk.workers.rank
         self.program = compile_program(run, self.strategy)
@@ -66,39 +67,49 @@ class ProgramEngine:
         self._step = self.program.cell.network
         self.optimizer = self._step.optimizer
         self.micro_batches = micro_batches(run, self.strategy)
-        # Before initialise(), after which MindSpore's tuples lack the parameters of other stages.
-        trained = set(self.program.full_shapes)
         self.pieces = program_pieces(self.program, self.strategy, self.rank)
         self._start_from_zero()
         parameters = {parameter.name: parameter for parameter in self._step.get_parameters()}
-        self._weights = {name: parameters[name] for name in self.pieces if name in trained}
+        self._weights = {name: parameters[name] for name in self.pieces if name in self.program.full_shapes}
+        self._frozen = {name: parameters[name] for name in self.pieces if name in self.program.frozen_shapes}
         self._moments = {name: parameters[name] for name in self.pieces if name.startswith(_MOMENTS)}
         self._check_pieces()
         self._load_weights(checkpoint)
 
     def step(self, batches: Sequence[Batch], learning_rate: float, loss_scale: float, number: int) -> StepResult:
-        """See :class:`~ms_longctx.train.engine.Engine`; ``loss_scale`` is 1 and nothing is drawn."""
+        """See :class:`~ms_longctx.train.engine.Engine`; ``loss_scale`` counts in fp16 only, and nothing is drawn."""
         supervised = sum(count_supervised(batch) for batch in batches)
         _set(self._step.learning_rate, learning_rate)
-        _set(self._step.grad_scale, 1.0 / max(supervised, 1))
+        if self._step.loss_scale is None:
+            loss_scale = 1.0
+        else:
+            _set(self._step.loss_scale, loss_scale)
+        total, norm, finite = self._run(batches, 1.0 / (loss_scale * max(supervised, 1)))
+        return StepResult(total / max(supervised, 1), supervised, float(norm.asnumpy()), bool(finite.asnumpy()))
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """See :class:`~ms_longctx.train.engine.Engine`.
+
+        There is no program of the forward pass alone: this is a step whose update the optimizer leaves out, because NaN
+        as ``grad_scale`` looks like an overflow to it. It takes as long as a step, but no more memory or compilation.
+        """
+        empty = {**batches[0], "labels": np.full_like(batches[0]["labels"], IGNORE_INDEX)}
+        total, _, _ = self._run([*batches, *[empty] * (self.micro_batches - len(batches))], math.nan)
+        return total, sum(count_supervised(batch) for batch in batches)
+
+    def _run(self, batches: Sequence[Batch], grad_scale: float) -> tuple[float, Tensor, Tensor]:
+        """Summed loss, which every worker gets, and norm and finiteness as the program returns them."""
+        _set(self._step.grad_scale, grad_scale)
         inputs = [Tensor(rows) for rows in program_rows(batches, self.strategy)]
         total, norm, finite = self.program.cell(*inputs)
         last_stage = self.strategy.rank(pp=self.strategy.pp - 1)
-        return StepResult(
-            loss=self.disk.workers.from_rank(float(total.asnumpy()), last_stage) / max(supervised, 1),
-            supervised_tokens=supervised,
-            grad_norm=float(norm.asnumpy()),
-            finite=bool(finite.asnumpy()),
-        )
-
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Not possible: the program has no forward pass alone."""
-        raise MsLongctxError(_NO_EVALUATION)
+        return self.disk.workers.from_rank(float(total.asnumpy()), last_stage), norm, finite
 
     def count_parameters(self) -> tuple[int, int]:
         """See :class:`~ms_longctx.train.engine.Engine`."""
-        total = sum(math.prod(shape) for shape in self.program.full_shapes.values())
-        return total, total
+        shapes = self.program.full_shapes, self.program.frozen_shapes
+        trained, frozen = (sum(math.prod(shape) for shape in found.values()) for found in shapes)
+        return trained, trained + frozen
 
     def load_moments(self, checkpoint: Path, saved: dict[str, Any]) -> None:
         """See :class:`~ms_longctx.train.engine.Engine`."""
@@ -108,8 +119,8 @@ class ProgramEngine:
                 "parameters differ; resume with the settings of the checkpoint or start a new run"
             )
         source = open_moments(checkpoint)
-        for parameter in self._moments.values():
-            self._fill(parameter, source, checkpoint)
+        for name, parameter in self._moments.items():
+            self._fill(name, parameter, source, checkpoint)
         self.optimizer.step.set_data(Tensor(int(saved["step"]), ms.int32))
 
     def saved_bytes(self, is_lead: bool) -> int:
@@ -121,11 +132,16 @@ class ProgramEngine:
         blocks = []
         for name, parameter in self._written().items():
             values = functools.partial(_values, parameter)
-            blocks += [Block(place, values) for place in file_pieces(name, self.pieces[name][0], self.model.config)]
+            places = file_pieces(self._stored_name(name), self.pieces[name][0], self.model.config)
+            blocks += [Block(place, values) for place in places]
         write_shard(directory, self.rank, blocks)
 
     def write_rest(self, directory: Path) -> None:
         """See :class:`~ms_longctx.train.engine.Engine`."""
+        if self.run.lora.enabled:
+            base = self.run.model.pretrained or ""
+            write_adapter_config(LoraConfig.from_section(self.run.lora), directory, base)
+            return
         write_config(self.model.config, directory, "float32")
         if self.run.data.tokenizer is not None:
             copy_tokenizer(self.run, directory)
@@ -134,7 +150,7 @@ class ProgramEngine:
 
     def _check_pieces(self) -> None:
         """Refuse to go on where MindSpore's record and its parameters differ: files would be wrong."""
-        for name, parameter in {**self._weights, **self._moments}.items():
+        for name, parameter in {**self._frozen, **self._weights, **self._moments}.items():
             expected = self.pieces[name][0].shape
             if tuple(parameter.shape) != expected:
                 raise MsLongctxError(
@@ -145,7 +161,7 @@ class ProgramEngine:
     def _written(self) -> dict[str, Parameter]:
         """Parameters whose pieces this worker writes: no lower rank of the same disk does."""
         own = {**self._weights, **self._moments}
-        return {name: own[name] for name, (_, ranks) in self.pieces.items() if self._is_first(ranks)}
+        return {name: parameter for name, parameter in own.items() if self._is_first(self.pieces[name][1])}
 
     def _is_first(self, ranks: Sequence[int]) -> bool:
         return min(set(ranks) & set(self.disk.ranks)) == self.rank
@@ -158,19 +174,38 @@ class ProgramEngine:
         self.program.initialise()
 
     def _load_weights(self, checkpoint: Path | None) -> None:
-        path = checkpoint or (None if self.run.model.pretrained is None else Path(self.run.model.pretrained))
+        pretrained = None if self.run.model.pretrained is None else Path(self.run.model.pretrained)
+        if not self.run.lora.enabled:
+            self._load_model(self._weights, checkpoint or pretrained)
+            return
+        self._load_model(self._frozen, pretrained)
+        if checkpoint is not None:
+            source = open_adapter(checkpoint)
+            for name, parameter in self._weights.items():
+                self._fill(self._stored_name(name), parameter, source, checkpoint)
+            return
+        pieces = {name: self.pieces[name][0] for name in self._weights}
+        for name, values in initial_adapters(self.program.full_shapes, pieces, self.run.train.seed).items():
+            self._weights[name].set_data(Tensor(values))
+
+    def _load_model(self, parameters: dict[str, Parameter], path: Path | None) -> None:
+        """Weights that are no adapters, from files or drawn."""
         if path is not None:
             source = open_checkpoint(path)
-            for parameter in self._weights.values():
-                self._fill(parameter, source, path)
+            for name, parameter in parameters.items():
+                self._fill(name, parameter, source, path)
             return
-        for name, parameter in self._weights.items():
+        for name, parameter in parameters.items():
             values = initial_values(name, self.pieces[name][0], self.model.config, self.run.train.seed)
             parameter.set_data(Tensor(values))
 
-    def _fill(self, parameter: Parameter, source: PieceSource, path: Path) -> None:
-        values = read_parameter(source, parameter.name, self.pieces[parameter.name][0], self.model.config, path)
+    def _fill(self, stored: str, parameter: Parameter, source: PieceSource, path: Path) -> None:
+        values = read_parameter(source, stored, self.pieces[parameter.name][0], self.model.config, path)
         parameter.set_data(Tensor(np.ascontiguousarray(values, np.float32)))
+
+    def _stored_name(self, name: str) -> str:
+        """In files: adapters have peft's names there."""
+        return PREFIX + name if self.run.lora.enabled and name in self._weights else name
 
 
 def program_pieces(program: Program, strategy: Strategy, rank: int) -> dict[str, tuple[Piece, list[int]]]:
@@ -183,9 +218,10 @@ def program_pieces(program: Program, strategy: Strategy, rank: int) -> dict[str,
     """
     workers = strategy.worker_num // strategy.pp
     first, place = rank - rank % workers, rank % workers
+    weights = program.full_shapes.keys() | program.frozen_shapes.keys()
     found = {}
     for name, layout in program.cell.parameter_layout_dict.items():
-        if name not in program.full_shapes and not name.startswith(_MOMENTS):
+        if name not in weights and not name.startswith(_MOMENTS):
             continue  # sums of gradients are zero between steps
         group = _places(layout[5], first, workers)
         same = holders(layout, place)
@@ -230,27 +266,6 @@ def program_rows(batches: Sequence[Batch], strategy: Strategy) -> list[np.ndarra
                 for name in COLUMNS:
                     rows[name].append(part[name].reshape(-1))
     return [np.ascontiguousarray(np.stack(rows[name]), np.int32) for name in COLUMNS]
-
-
-_NO_EVALUATION = (
-    "data.eval_path: a run on several Ascend devices cannot evaluate between its steps; leave it out, and use "
-    "'ms-longctx evaluate' on the checkpoints"
-)
-
-
-def _check(run: RunConfig) -> None:
-    if run.data.eval_path is not None:
-        raise MsLongctxError(_NO_EVALUATION)
-    if run.lora.enabled:
-        raise MsLongctxError(
-            "lora.enabled: the trainer does not split adapters over devices; train them with dp and cp only, or set it "
-            "to false"
-        )
-    if run.train.dtype == "fp16":
-        raise MsLongctxError(
-            "train.dtype: fp16 needs a loss scale, which the program of several Ascend devices does not have; expected "
-            "bf16 or fp32"
-        )
 
 
 def _set(parameter: Parameter, value: float) -> None:

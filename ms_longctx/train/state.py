@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.models.pieces import FilePiece, PieceSource, file_pieces, read_parameter
 from ms_longctx.models.safetensors_io import read_header, write_file
-from ms_longctx.models.sharded import BlockSource, ShardedCheckpoint, is_sharded
+from ms_longctx.models.sharded import BlockSource, is_sharded, open_pieces
 from ms_longctx.optim.adamw import AdamW
 from ms_longctx.optim.loss_scale import DynamicLossScale
 from ms_longctx.parallel.slices import Piece
@@ -141,7 +141,7 @@ def write_moments(checkpoint: Path, optimizer: AdamW, config: LlamaConfig) -> No
 def open_moments(checkpoint: Path) -> PieceSource:
     """The optimizer's state in a checkpoint, whole or in pieces."""
     if is_sharded(checkpoint):
-        return ShardedCheckpoint(checkpoint).moments
+        return open_pieces(checkpoint)[1]
     found = {}
     for path in sorted((checkpoint / DIRECTORY).glob("optimizer-*.safetensors")):
         found.update({name: {Piece.all_of(tensor.shape): tensor} for name, tensor in read_header(path).items()})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import signal
@@ -132,7 +133,7 @@ class Trainer:
             self._open_evaluation_set()
 
     def _build_engine(self, checkpoint: Path | None) -> Engine:
-        """Several Ascend devices run one program; adapters, which it does not split, and all else run locally."""
+        """Several Ascend devices run one program, except for adapters beside a model that each of them holds whole."""
         strategy = self.workers.strategy
         is_split = strategy.mp * strategy.pp > 1 or strategy.optimizer_shard
         if self.device == "Ascend" and self.workers.count > 1 and (is_split or not self.run.lora.enabled):
@@ -174,8 +175,9 @@ class Trainer:
         dataset = self._open_evaluation_set()
         self.model.set_train(False)
         total, tokens = 0.0, 0
-        for batch in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
-            loss, count = self.engine.evaluate(batch)
+        batches = iter(dataset.create_dict_iterator(num_epochs=1, output_numpy=True))
+        while group := list(itertools.islice(batches, self.micro_batches)):
+            loss, count = self.engine.evaluate(group)
             total += loss
             tokens += count
         self.model.set_train()

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as files in peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Adapters as files in peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+A run whose adapters are split over devices leaves them in pieces (:mod:`ms_longctx.models.sharded`) under the names of
+peft's file; :func:`load_adapter` reads those, too, and :func:`gather_adapter` makes peft's file of them.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from mindspore import nn
 
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.models.safetensors_io import StoredTensor, read_header, write_file
+from ms_longctx.models.safetensors_io import read_header, to_bits, write_file
+from ms_longctx.models.sharded import SHARDS, BlockSource, is_sharded, open_pieces
+from ms_longctx.parallel.slices import Piece
 from ms_longctx.tuning.config import LoraConfig
 from ms_longctx.tuning.prepare import get_pe_model, take_out
 from ms_longctx.tuning.trained import TrainedTensor, adapted_cells, lora_config, trained_tensors
@@ -48,10 +55,57 @@ def save_adapter(model: nn.Cell, directory: str | Path, base_model: str = "") ->
             folder / WEIGHTS_FILE,
             lambda path: write_file(path, "F32", shapes, (tensor.read() for tensor in tensors.values())),
         )
-        text = json.dumps(config.to_peft(base_model), indent=2, sort_keys=True) + "\n"
-        _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        write_adapter_config(config, folder, base_model)
     except OSError as error:
         raise MsLongctxError(f"{folder}: the adapter cannot be written ({error.strerror})") from error
+
+
+def write_adapter_config(config: LoraConfig, folder: Path, base_model: str = "") -> None:
+    """Write ``adapter_config.json`` alone; ``base_model`` as for :func:`save_adapter`."""
+    text = json.dumps(config.to_peft(base_model), indent=2, sort_keys=True) + "\n"
+    _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def open_adapter(folder: Path) -> BlockSource:
+    """The tensors of an adapter, whole or in pieces, by the names in peft's file.
+
+    Raises:
+        MsLongctxError: files missing or damaged.
+    """
+    if is_sharded(folder):
+        return open_pieces(folder)[0]
+    stored = read_header(folder / WEIGHTS_FILE)
+    return BlockSource(folder, {name: {Piece.all_of(tensor.shape): tensor} for name, tensor in stored.items()})
+
+
+def gather_adapter(source: Path, folder: Path, file_type: str = "F32") -> None:
+    """Copy an adapter, whole or in pieces, into a new directory that peft can open; one tensor is in memory at a time.
+
+    Args:
+        source: directory of the adapter.
+        folder: must not exist yet; it appears when it is complete.
+        file_type: ``F32``, ``F16`` or ``BF16``, of the tensors.
+
+    Raises:
+        MsLongctxError: the directory exists or cannot be written, or the source is not complete.
+    """
+    if folder.exists():
+        raise MsLongctxError(f"{folder}: exists already; choose another directory, or remove it")
+    read_adapter_config(source)
+    tensors = open_adapter(source)
+    shapes = dict(sorted(tensors.shapes().items()))
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    try:
+        partial.mkdir(parents=True)
+        try:
+            arrays = (to_bits(tensors.read(name), file_type) for name in shapes)
+            write_file(partial / WEIGHTS_FILE, file_type, shapes, arrays)
+            shutil.copyfile(source / CONFIG_FILE, partial / CONFIG_FILE)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise MsLongctxError(f"{folder}: the adapter cannot be written ({error.strerror or error})") from error
 
 
 def load_adapter(model: nn.Cell, directory: str | Path) -> nn.Cell:
@@ -65,7 +119,7 @@ def load_adapter(model: nn.Cell, directory: str | Path) -> nn.Cell:
     """
     folder = Path(directory)
     config = read_adapter_config(folder)
-    stored = read_header(folder / WEIGHTS_FILE)
+    stored = open_adapter(folder)
     if not adapted_cells(model):
         return _load_into_plain_model(model, folder, config, stored)
     _require_unmerged(model, "load_adapter")
@@ -74,17 +128,15 @@ def load_adapter(model: nn.Cell, directory: str | Path) -> nn.Cell:
             f"{folder}: the adapter's scaling is {config.scaling:g}, that of the model is "
             f"{lora_config(model).scaling:g}; prepare it with the adapter's r, lora_alpha and use_rslora"
         )
-    _fill(model, folder / WEIGHTS_FILE, stored, config)
+    _fill(model, _place(folder), stored, config)
     return model
 
 
-def _load_into_plain_model(
-    model: nn.Cell, folder: Path, config: LoraConfig, stored: dict[str, StoredTensor]
-) -> nn.Cell:
+def _load_into_plain_model(model: nn.Cell, folder: Path, config: LoraConfig, stored: BlockSource) -> nn.Cell:
     trained = [(param, param.requires_grad) for _, param in model.parameters_and_names()]
     get_pe_model(model, config)
     try:
-        _fill(model, folder / WEIGHTS_FILE, stored, config)
+        _fill(model, _place(folder), stored, config)
     except MsLongctxError:
         take_out(model)
         for param, flag in trained:
@@ -93,13 +145,18 @@ def _load_into_plain_model(
     return model
 
 
-def _fill(model: nn.Cell, path: Path, stored: dict[str, StoredTensor], config: LoraConfig) -> None:
+def _place(folder: Path) -> Path:
+    """What messages about the tensors name."""
+    return folder / (SHARDS if is_sharded(folder) else WEIGHTS_FILE)
+
+
+def _fill(model: nn.Cell, path: Path, stored: BlockSource, config: LoraConfig) -> None:
     """Set all tensors of an adapter, or none if names or shapes do not fit."""
     tensors = {PREFIX + name: tensor for name, tensor in trained_tensors(model).items()}
-    _check(path, stored, {name: tensor.shape for name, tensor in tensors.items()}, config.bias == "lora_only")
+    _check(path, stored.shapes(), {name: tensor.shape for name, tensor in tensors.items()}, config.bias == "lora_only")
     _check_tied(path, stored, tensors)
-    for name, source in stored.items():
-        tensors[name].write(source.read())
+    for name in stored.shapes():
+        tensors[name].write(stored.read(name))
 
 
 def read_adapter_config(directory: str | Path) -> LoraConfig:
@@ -121,7 +178,7 @@ def read_adapter_config(directory: str | Path) -> LoraConfig:
 
 
 def _check(
-    path: Path, stored: dict[str, StoredTensor], wanted: dict[str, tuple[int, ...]], optional_biases: bool
+    path: Path, stored: Mapping[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], optional_biases: bool
 ) -> None:
     missing = sorted(wanted.keys() - stored.keys())
     if optional_biases and missing and all(name.endswith(".bias") for name in missing):
@@ -131,22 +188,21 @@ def _check(
         raise MsLongctxError(f"{path}: no tensor {missing[0]} ({len(missing)} missing); is it another model's?")
     if extra := sorted(stored.keys() - wanted.keys()):
         raise MsLongctxError(f"{path}: {extra[0]} has no place in the model ({len(extra)} such tensors)")
-    for name, tensor in stored.items():
-        if tensor.shape != wanted[name]:
+    for name, shape in stored.items():
+        if shape != wanted[name]:
             raise MsLongctxError(
-                f"{path}: {name} has shape {tensor.shape}, the model needs {wanted[name]}; "
-                "is it for a model of another size?"
+                f"{path}: {name} has shape {shape}, the model needs {wanted[name]}; is it for a model of another size?"
             )
 
 
-def _check_tied(path: Path, stored: dict[str, StoredTensor], tensors: dict[str, TrainedTensor]) -> None:
+def _check_tied(path: Path, stored: BlockSource, tensors: dict[str, TrainedTensor]) -> None:
     """peft trains a tied embedding and head apart when both are in ``modules_to_save``."""
     seen: dict[int, str] = {}
-    for name in stored:
+    for name in stored.shapes():
         key = id(tensors[name].parameter)
         if tensors[name].rows is not None or key not in seen:
             seen[key] = name
-        elif not np.array_equal(stored[name].read(), stored[seen[key]].read()):
+        elif not np.array_equal(stored.read(name), stored.read(seen[key])):
             raise MsLongctxError(
                 f"{path}: {name} and {seen[key]} differ, but the model ties them (tie_word_embeddings); "
                 "the adapter was trained on a copy of the head and cannot be loaded"

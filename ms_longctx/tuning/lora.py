@@ -40,9 +40,7 @@ class LowRank(nn.Cell):
         self.dropout = dropout
         self.lora_A = Linear(in_features, config.r)
         self.lora_B = Linear(config.r, out_features)
-        bound = 1 / math.sqrt(in_features)
-        first = rng.uniform(-bound, bound, (config.r, in_features)).astype(np.float32)
-        self.lora_A.weight.set_data(Tensor(first))
+        self.lora_A.weight.set_data(Tensor(first_values(rng, config.r, in_features)))
         self.lora_B.weight.set_data(Tensor(np.zeros((out_features, config.r), np.float32)))
 
     def construct(self, x: Tensor) -> Tensor:
@@ -54,6 +52,12 @@ class LowRank(nn.Cell):
     def delta(self) -> np.ndarray:
         """What the adapter adds to the weight of the layer: fp32 ``(out_features, in_features)``."""
         return self.lora_B.weight.asnumpy() @ self.lora_A.weight.asnumpy() * np.float32(self.scaling)
+
+
+def first_values(rng: np.random.Generator, r: int, in_features: int) -> np.ndarray:
+    """An A before training, fp32 ``(r, in_features)``; see :class:`LowRank`."""
+    bound = 1 / math.sqrt(in_features)
+    return rng.uniform(-bound, bound, (r, in_features)).astype(np.float32)
 
 
 class Adapted(nn.Cell):

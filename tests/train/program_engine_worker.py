@@ -42,17 +42,19 @@ def main(result: str, overrides: list[str]) -> None:
     trainer = module.Trainer(load_config(None, overrides))
     engine = trainer.engine
     assert isinstance(engine, ProgramEngine)
-    values = {name: p.asnumpy() for name, p in {**engine._weights, **engine._moments}.items()}
+    values = {name: p.asnumpy() for name, p in {**engine._frozen, **engine._weights, **engine._moments}.items()}
     pieces, rules = {}, {}
     config, strategy = trainer.model.config, trainer.workers.strategy
-    for name, shape in engine.program.full_shapes.items():
+    trained, frozen = engine.program.full_shapes, engine.program.frozen_shapes
+    for name, shape in (trained | frozen).items():
         piece = piece_of(name, shape, config, strategy, trainer.workers.rank)
-        for kind in ("", "exp_avg.", "exp_avg_sq."):
+        for kind in ("", "exp_avg.", "exp_avg_sq.") if name in trained else ("",):
             if piece is not None:
                 rules[kind + name] = [piece.whole, piece.start, piece.stop]
     for name, (piece, ranks) in engine.pieces.items():
         pieces[name] = [piece.whole, piece.start, piece.stop, ranks]
     facts = {"rules": rules, "pieces": pieces, "step": trainer.progress.step, "count": int(engine.optimizer.step)}
+    facts["parameters"] = engine.count_parameters()
     summary = trainer.train()
     facts |= {"trained": summary.step, "checkpoint": str(summary.checkpoint)}
     np.savez(result, facts=np.array(json.dumps(facts)), **values)
