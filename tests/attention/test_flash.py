@@ -175,7 +175,7 @@ def test_far_apart_scores_and_nan() -> None:
 
 @needs_kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("baseline", marks=pytest.mark.long), "avx2"])
 def test_lesser_instruction_sets(isa: str) -> None:
     """The same tests, where the CPU has less: run in a process of its own, as the choice is made once."""
     chosen = "test_causal_in_both_modes or test_float16"

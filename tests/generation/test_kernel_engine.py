@@ -141,7 +141,7 @@ def test_bad_token_and_full_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("baseline", marks=pytest.mark.long), "avx2"])
 def test_other_instruction_sets(isa: str) -> None:
     """The same tests on the variants that this CPU would not choose."""
     selected = ["equals_transformers and 31", "left_padded"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a job with MindSpore: ``collectives_worker.py RANK SIZE JOB MODE SCENARIO`` (MODE: graph, pynative)."""
+"""One rank of a job: ``collectives_worker.py RANK SIZE JOB MODE SCENARIO...`` with MODE graph or pynative."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ms_longctx.parallel.collectives import (
 )
 from ms_longctx.parallel.world import World
 
-RANK, SIZE, JOB, MODE, SCENARIO = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+RANK, SIZE, JOB, MODE, *SCENARIOS = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 Arrays = list[np.ndarray]
 
 
@@ -259,10 +259,11 @@ def main() -> int:
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE if MODE == "graph" else ms.PYNATIVE_MODE)
     ms.runtime.launch_blocking()
-    comm.join(JOB, RANK, SIZE, timeout=60.0)
+    comm.join(JOB, RANK, SIZE, timeout=120.0)
     try:
         with World(RANK, SIZE):
-            globals()[SCENARIO]()
+            for scenario in SCENARIOS:
+                globals()[scenario]()
     except comm.MsLongctxError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return 2

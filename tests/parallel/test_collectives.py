@@ -12,48 +12,27 @@ from tests.parallel.processes import Job, check
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no kernel library")
 WORKER = "collectives_worker.py"
 modes = pytest.mark.parametrize("mode", ["graph", "pynative"])
+# Errors take the same way in both modes.
+failing_modes = pytest.mark.parametrize("mode", ["graph", pytest.param("pynative", marks=pytest.mark.long)])
 
 
 @needs_kernels
 @modes
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_results_and_gradients(mode: str, size: int) -> None:
-    check(Job(WORKER, size, [mode, "gradients"]))
-
-
-@needs_kernels
-@modes
+@pytest.mark.parametrize(
+    ("size", "scenarios"),
+    [
+        (2, ["gradients", "several_tensors"]),
+        (3, ["gradients", "types", "program_order", "own_gradient"]),
+        (4, ["gradients", "subgroups"]),
+    ],
+)
 @pytest.mark.slow
-def test_subgroups(mode: str) -> None:
-    check(Job(WORKER, 4, [mode, "subgroups"]))
+def test_results_and_gradients(mode: str, size: int, scenarios: list[str]) -> None:
+    check(Job(WORKER, size, [mode, *scenarios]), timeout=240)
 
 
 @needs_kernels
-@modes
-def test_several_tensors_at_once(mode: str) -> None:
-    check(Job(WORKER, 2, [mode, "several_tensors"]))
-
-
-@needs_kernels
-@modes
-def test_types(mode: str) -> None:
-    check(Job(WORKER, 3, [mode, "types"]))
-
-
-@needs_kernels
-@modes
-def test_program_order(mode: str) -> None:
-    check(Job(WORKER, 3, [mode, "program_order"]))
-
-
-@needs_kernels
-@modes
-def test_cell_with_its_own_gradient(mode: str) -> None:
-    check(Job(WORKER, 3, [mode, "own_gradient"]))
-
-
-@needs_kernels
-@modes
+@failing_modes
 @pytest.mark.parametrize(
     ("scenario", "codes", "words"),
     [
@@ -72,7 +51,7 @@ def test_a_rank_that_is_gone(mode: str, scenario: str, codes: list[int], words: 
 
 
 @needs_kernels
-@modes
+@failing_modes
 def test_a_mismatch_names_both_sides(mode: str) -> None:
     with Job(WORKER, 2, [mode, "wrong_order"]) as job:
         assert job.wait(40) == [2, 2], job.output()

@@ -117,7 +117,7 @@ def test_killed_between_checkpoints(data: Path, whole: Path, tmp_path: Path, arg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", [5, 6])
+@pytest.mark.parametrize("file", [pytest.param(5, marks=pytest.mark.long), 6])
 def test_killed_while_writing_a_checkpoint(
     file: int, data: Path, whole: Path, tmp_path: Path, arguments: Arguments
 ) -> None:

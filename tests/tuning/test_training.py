@@ -98,7 +98,7 @@ def test_ten_steps(make_pair: Any, tmp_path: Path, values: dict, fused: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepared", ["before", "after"])
+@pytest.mark.parametrize("prepared", [pytest.param("before", marks=pytest.mark.long), "after"])
 def test_recompute_trains_every_adapter(make_pair: Any, prepared: str, fused: bool) -> None:
     """The input of the first layer needs no gradient, which must not stop the gradients inside it."""
     values = CONFIGS["task"] | {"target_modules": "all-linear", "r": 4}
