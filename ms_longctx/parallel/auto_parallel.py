@@ -66,7 +66,8 @@ class _Sharding:
         for layer in body.layers:
             self._layer(layer)
         self._norm(body.norm)
-        self.model.loss = ShardedCrossEntropy(self.data, self.mp, self.strategy.vocab_parallel)
+        vocabulary = self.model.config.vocab_size
+        self.model.loss = ShardedCrossEntropy(self.data, self.mp, self.strategy.vocab_parallel, vocabulary)
 
     def _layer(self, layer: LlamaDecoderLayer) -> None:
         attention, mlp = layer.self_attn, layer.mlp

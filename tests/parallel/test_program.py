@@ -135,6 +135,17 @@ def test_adapters(tmp_path: Path) -> None:
     assert counts["AllReduce", (1, 5, 9, 13)] + counts["AllReduce", ALL] == 2 * 2 * 7  # their gradients
 
 
+def test_loss_in_chunks(tmp_path: Path) -> None:
+    """1024 tokens of 131072 logits a worker, 512 MiB in fp32: two chunks, whose weight is summed over workers once."""
+    overrides = ["--parallel.dp=8", "--parallel.mp=2", "--parallel.vocab_parallel=true", "--model.vocab_size=262144"]
+    result = compiled(tmp_path, 5, *overrides, "--data.seq_length=1024", "--model.num_hidden_layers=1")
+    found = [(name, times) for name, _, times, shapes in result["operators"] if [131072, 256] in shapes]
+    assert {name for name, _ in found} == {"AllReduce"}
+    assert sum(times for _, times in found) == 2  # embedding and output layer
+    maxima = [times for _, ranks, times, shapes in result["operators"] if shapes == [[512, 1]] and ranks == [4, 5]]
+    assert sum(maxima) == 2  # one a chunk; what was communicated is kept for the backward pass
+
+
 def test_every_collective(tmp_path: Path) -> None:
     """Forward and gradient of each, on a group of 3 of 16 whose order is 3, 1, 5; input i has 18 i numbers."""
     result = compiled(tmp_path, 5, worker=WORKER.with_name("collectives_program.py"))
