@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -278,7 +279,7 @@ def test_runs_on_ascend(make_set: Callable[..., Path], arguments: Callable[..., 
 @pytest.mark.slow
 @simulated
 def test_adapters_on_ascend(make_set: Callable[..., Path], arguments: Callable[..., list[str]], tmp_path: Path) -> None:
-    """A CPU's adapters go on in pieces in fp16, with evaluations; new ones begin like those of one process."""
+    """A CPU's adapters, cut into pieces, go on there and on Ascend in fp16 with evaluations; new ones begin alike."""
     data = make_set(tmp_path / "a.mindrecord")
     lora = {"lora__enabled": "true", "lora__r": 4, "lora__lora_dropout": 0, "lora__target_modules": "all-linear"}
     common = {**MODEL, **lora, "train__batch_size": 2}
@@ -292,12 +293,26 @@ def test_adapters_on_ascend(make_set: Callable[..., Path], arguments: Callable[.
     frozen = {name: value for name, value in stored(base).items() if not name.startswith("exp_avg")}
     moments = {k: v for file in (trained / "trainer").glob("*.safetensors") for k, v in load_file(file).items()}
 
+    def cut(folder: Path) -> None:
+        names = {name if name.startswith("exp_avg") else PREFIX + name: v for name, v in (adapters | moments).items()}
+        adapters_into_pieces(names, folder, read_config(base), Strategy(mp=4))
+        (folder / "trainer").mkdir()
+        for file in ("adapter_config.json", "trainer/state.json"):
+            shutil.copyfile(trained / file, folder / file)
+
+    moved = CheckpointStore(tmp_path / "pieces/checkpoints").save(2, cut)
+    again = arguments(data, tmp_path / "again", **{**common, "train__max_steps": 3})
+    found = job(tmp_path / "back", 1, [*again, f"--train.resume={moved}"])[0]
+    assert found["#step"] == found["step"] == 2
+    for name, value in {**frozen, **adapters, **moments}.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
     ascend = {**common, "train__device_target": "Ascend", "train__dtype": "fp16", "train__loss_scale_init": 1024}
     degrees = {"dp": 2, "mp": 2, "pp": 2, "pipeline_layers": "[1,2]", "micro_batch_num": 2}
     split = {f"parallel__{name}": value for name, value in degrees.items()}
     split |= {"parallel__optimizer_shard": "true", "parallel__vocab_parallel": "true", "data__eval_path": data}
     given = arguments(data, tmp_path / "ascend", **{**ascend, **split, "train__max_steps": 3})
-    facts, values = simulate(tmp_path / "a", 5, 8, [*given, f"--train.resume={trained}"])
+    facts, values = simulate(tmp_path / "a", 5, 8, [*given, f"--train.resume={moved}"])
     check_pieces(facts, values, {**frozen, **adapters, **moments})
     assert facts["step"] == facts["count"] == 2 and facts["trained"] == 3
     counts = [sum(value.size for value in part.values()) for part in (adapters, frozen)]
