@@ -5,9 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 namespace comm {
 namespace {
@@ -46,35 +43,6 @@ std::string arguments(const Label& label) {
     case kReduce: return " (root " + std::to_string(label.first) + ")";
     default: return "";
   }
-}
-
-constexpr size_t kStreamed = 1 << 20;  // a tensor of this size does not stay in the cache of a core
-constexpr size_t kStreamedRun = 4 << 10;
-
-// memcpy past the caches: the memory that is written need not be read first.
-void stream(char* to, const char* from, size_t n) {
-#if defined(__SSE2__)
-  const size_t head = std::min(n, -reinterpret_cast<uintptr_t>(to) % 64), lines = (n - head) / 64 * 64;
-  std::memcpy(to, from, head);
-  to += head, from += head, n -= head;
-  for (size_t i = 0; i < lines; i += 64) {
-    const __m128i* source = reinterpret_cast<const __m128i*>(from + i);
-    __m128i* target = reinterpret_cast<__m128i*>(to + i);
-    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
-    const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
-    _mm_stream_si128(target, a), _mm_stream_si128(target + 1, b);
-    _mm_stream_si128(target + 2, c), _mm_stream_si128(target + 3, d);
-  }
-  _mm_sfence();
-  to += lines, from += lines, n -= lines;
-#endif
-  std::memcpy(to, from, n);
-}
-
-// To memory of a tensor of `total` bytes, which nobody reads again before long if it is large.
-void copy_out(char* to, const char* from, size_t n, size_t total) {
-  if (total >= kStreamed && n >= kStreamedRun) return stream(to, from, n);
-  std::memcpy(to, from, n);
 }
 
 // Calls move(address in the view, bytes already moved, bytes) for every run that the range touches.
@@ -117,12 +85,10 @@ void copy_from(const View& view, size_t offset, char* to, size_t n) {
 }
 
 void copy_to(const View& view, size_t offset, const char* from, size_t n) {
-  const size_t total = view.bytes();
-  for_runs(view, offset, n, [=](char* at, size_t done, size_t part) { copy_out(at, from + done, part, total); });
+  for_runs(view, offset, n, [from](char* at, size_t done, size_t part) { std::memcpy(at, from + done, part); });
 }
 
 void copy_view(const View& from, const View& to, size_t offset, size_t n) {
-  if (from.count == 1) return copy_to(to, offset, from.base + offset, n);
   for_runs(to, offset, n, [&](char* at, size_t done, size_t part) { copy_from(from, offset + done, at, part); });
 }
 
