@@ -12,7 +12,7 @@
 Names are Hugging Face's (:mod:`.pieces`), of adapters peft's; a moment's begins with ``exp_avg.`` or ``exp_avg_sq.``.
 A block that several ranks hold stands in one file. So a reader needs neither the strategy that wrote the files nor a
 compiler: it takes from each file what overlaps the block it wants, which is why a checkpoint of one strategy loads
-under any other.
+under any other. Before the first block of a file is used, the whole file is compared with the digest in its record.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_shard(directory: Path, rank: int, blocks: Sequence[Block], dtype: str 
     write_file(path, dtype, shapes, (to_bits(block.place.take(block.values()), dtype) for block in blocks))
     record = {"format": _FORMAT, "rank": rank, **_seal(path)}
     record["tensors"] = {block.place.name: _describe(block.place.piece) for block in blocks}
-    path.with_suffix(".json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    _record_of(path).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def _describe(piece: Piece) -> dict[str, list[int]]:
@@ -76,12 +76,21 @@ def _describe(piece: Piece) -> dict[str, list[int]]:
 
 def _seal(path: Path) -> dict[str, Any]:
     """Size and digest of a file that is on the disk then."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
         os.fsync(file.fileno())
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+    return digest.hexdigest()
+
+
+def _record_of(shard: Path) -> Path:
+    return shard.with_suffix(".json")
 
 
 def known_digests(directory: Path) -> dict[str, dict[str, Any]]:
@@ -128,11 +137,20 @@ class ShardedCheckpoint:
 
 
 class BlockSource:
-    """Tensors of which blocks are stored, as a :class:`~ms_longctx.models.pieces.PieceSource`."""
+    """Tensors of which blocks are stored, as a :class:`~ms_longctx.models.pieces.PieceSource`.
 
-    def __init__(self, path: Path, blocks: dict[str, dict[Piece, StoredTensor]]) -> None:
+    Args:
+        path: what messages name.
+        blocks: of every tensor, and where they lie.
+        unchecked: SHA-256 of the files that are still to be compared with it; sources of the same files share it.
+    """
+
+    def __init__(
+        self, path: Path, blocks: dict[str, dict[Piece, StoredTensor]], unchecked: dict[Path, str] | None = None
+    ) -> None:
         self.path = path
         self._blocks = blocks
+        self._unchecked = {} if unchecked is None else unchecked
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of every tensor."""
@@ -146,7 +164,7 @@ class BlockSource:
         """A block, put together from the stored ones that overlap it.
 
         Raises:
-            MsLongctxError: a part of it is in none of the files.
+            MsLongctxError: a part of it is in none of the files, or a file is not what was written.
         """
         found = self._blocks[name]
         piece = piece or Piece.all_of(next(iter(found)).whole)
@@ -155,6 +173,7 @@ class BlockSource:
             common = stored_piece.overlap(piece)
             if common is None:
                 continue
+            self._check(stored.path)
             part = stored.read_part(common.place_in(stored_piece))
             if common == piece:
                 return part
@@ -169,16 +188,33 @@ class BlockSource:
             )
         return values
 
+    def _check(self, file: Path) -> None:
+        """Each file once, when it is first read: a worker needs only some of them."""
+        expected = self._unchecked.get(file)
+        if expected is None:
+            return
+        if _sha256(file) != expected:
+            raise MsLongctxError(
+                f"{file}: contents changed, the SHA-256 differs from {_record_of(file).name}; copy the file and its "
+                "record again from where they were made, or make the pieces again"
+            )
+        del self._unchecked[file]
 
-def open_pieces(folder: Path) -> tuple[BlockSource, BlockSource]:
+
+def open_pieces(folder: Path, verified: bool = False) -> tuple[BlockSource, BlockSource]:
     """The weights, or adapters, of a directory of pieces, and the optimizer's moments.
+
+    Args:
+        folder: of the model.
+        verified: the files have just been compared with their digests; else each is when it is first read.
 
     Raises:
         MsLongctxError: as :class:`ShardedCheckpoint`.
     """
     blocks = read_blocks(folder)
     moments = {name: blocks.pop(name) for name in list(blocks) if _MOMENT.match(name)}
-    return BlockSource(folder, blocks), BlockSource(folder, moments)
+    digests = {} if verified else {folder / name: entry["sha256"] for name, entry in known_digests(folder).items()}
+    return BlockSource(folder, blocks, digests), BlockSource(folder, moments, digests)
 
 
 def read_blocks(folder: Path) -> dict[str, dict[Piece, StoredTensor]]:
@@ -206,6 +242,7 @@ def _records(folder: Path) -> Iterable[tuple[Path, dict[str, Any]]]:
         if not _RECORD.fullmatch(path.name):
             continue
         record = read_json(path)
-        if record.get("format") != _FORMAT or not isinstance(record.get("tensors"), dict):
+        complete = isinstance(record.get("tensors"), dict) and isinstance(record.get("sha256"), str)
+        if record.get("format") != _FORMAT or not complete:
             raise MsLongctxError(f"{path}: not a record of this version's format {_FORMAT}")
         yield path, record

@@ -139,9 +139,9 @@ def write_moments(checkpoint: Path, optimizer: AdamW, config: LlamaConfig) -> No
 
 
 def open_moments(checkpoint: Path) -> PieceSource:
-    """The optimizer's state in a checkpoint, whole or in pieces."""
+    """The optimizer's state in a checkpoint that has been verified, whole or in pieces."""
     if is_sharded(checkpoint):
-        return open_pieces(checkpoint)[1]
+        return open_pieces(checkpoint, verified=True)[1]
     found = {}
     for path in sorted((checkpoint / DIRECTORY).glob("optimizer-*.safetensors")):
         found.update({name: {Piece.all_of(tensor.shape): tensor} for name, tensor in read_header(path).items()})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ms_longctx.cli.main import main
+from ms_longctx.errors import MsLongctxError
+from ms_longctx.models.llama import LlamaForCausalLM
 from tests.models.reference import torch_model
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -91,6 +94,9 @@ def test_refusals(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     two.write_text('{"mp": 2}')
     split = ["--input", str(model), "--output", str(pieces), "--worker_num", "2", "--parallel_config", str(two)]
     assert main(["convert", *split]) == 0
+    damaged = shutil.copytree(pieces, tmp_path / "damaged")
+    shard = damaged / "shards/rank-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
     (pieces / "shards/rank-00001.json").unlink()
     existing = tmp_path / "existing"
     existing.mkdir()
@@ -102,8 +108,11 @@ def test_refusals(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--input", str(model), "--output", str(existing)], "exists already"),
         (["--input", str(tmp_path / "nothing"), *output], "no model here"),
         (["--input", str(pieces), *output], "are in shards; copy the files of all ranks into one directory"),
+        (["--input", str(damaged), *output], f"{shard}: contents changed, the SHA-256 differs from rank-00001.json"),
     ):
         assert main(["convert", *arguments]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and message in lines[0], lines
     assert not list(tmp_path.glob(".*")) and not (tmp_path / "out").exists()
+    with pytest.raises(MsLongctxError, match="rank-00001.safetensors: contents changed"):
+        LlamaForCausalLM.from_pretrained(damaged)  # as train --model.pretrained does
