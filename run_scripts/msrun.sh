@@ -39,6 +39,7 @@ is_free_port() {
     "$PY" -c 'import socket, sys; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(("", int(sys.argv[1])))' "$1" 2>/dev/null
 }
 
+help_wanted "$@"
 use_python
 command -v msrun >/dev/null || refuse "msrun is not on PATH; it comes with MindSpore (pip install mindspore)"
 [ -z "$HOSTFILE" ] || read_hostfile

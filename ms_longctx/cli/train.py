@@ -40,17 +40,25 @@ def run(args: argparse.Namespace) -> int:
     summary = trainer.train()
     stopped = summary.stopped_by is not None and summary.step < summary.total_steps
     if trainer.workers.is_main and stopped:
-        launcher = "" if trainer.workers.count == 1 else f"{trainer.world.launcher} with the same options and "
+        script = os.environ.get("MS_LONGCTX_STARTED_BY", "")  # run_scripts/msrun.sh or mpirun.sh, with its settings
+        launcher = f"{trainer.world.launcher} with the same options and "
+        if script or trainer.workers.count == 1:
+            launcher = ""
         print(f"stopped after step {summary.step} of {summary.total_steps}; saved {summary.checkpoint}")
-        print(f"go on with: {launcher}{resume_command(sys.argv)}")
+        print(f"go on with: {launcher}{resume_command(sys.argv, script)}")
     elif trainer.workers.is_main:
         print(f"trained {summary.step} steps; saved {summary.checkpoint}")
         print(f"loss curve: {config.train.output_dir}/loss.png, metrics: {config.train.output_dir}/metrics.jsonl")
     return 128 + summary.stopped_by if stopped and summary.stopped_by else 0
 
 
-def resume_command(argv: list[str]) -> str:
-    """The command line that goes on where this one stopped."""
+def resume_command(argv: list[str], script: str = "") -> str:
+    """The command line that goes on where this one stopped.
+
+    Args:
+        argv: program and arguments.
+        script: what takes the place of the program, quoted for a shell: settings and path of a launching script.
+    """
     kept: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
@@ -64,6 +72,8 @@ def resume_command(argv: list[str]) -> str:
                 kept.append(following)
             continue
         kept.append(argument)
+    if script:
+        return f"{script} {shlex.join([*kept[1:], '--resume'])}"
     program = Path(kept[0])
     start = ["python", kept[0]] if program.suffix == ".py" else [program.name]
     return shlex.join([*start, *kept[1:], "--resume"])

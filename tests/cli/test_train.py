@@ -85,3 +85,8 @@ def test_help_is_fast() -> None:
 )
 def test_resume_command(argv: list[str], expected: str) -> None:
     assert resume_command(argv) == expected
+
+
+def test_resume_command_of_a_launching_script() -> None:
+    argv = ["/src/run_train.py", "--config", "a b", "--overwrite"]
+    assert resume_command(argv, "WORKERS=2 ./msrun.sh") == "WORKERS=2 ./msrun.sh --config 'a b' --resume"

@@ -128,6 +128,56 @@ def dry(launcher: str, folder: Path, *arguments: str, **settings: object) -> sub
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=variables, check=False)
 
 
+@pytest.mark.parametrize("launcher", ["msrun", "mpirun"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--config", "a", "-h"]])
+def test_help(launcher: str, arguments: list[str], tmp_path: Path) -> None:
+    """The head of the script, whatever the settings."""
+    result = dry(launcher, tmp_path, *arguments, WORKERS="many")
+    assert result.returncode == 0 and not result.stderr, result
+    assert result.stdout.startswith("Trains with several workers") and "WORKERS      workers of all" in result.stdout
+    assert "SPDX" not in result.stdout and "set -uo" not in result.stdout
+
+
+def test_the_line_to_start_it_again(tmp_path: Path) -> None:
+    """PROGRAM sees the settings and the script as the user gave them."""
+    script = 'source "$1/common.sh"; source "$1/launch.sh"; NODES=7; echo "$MS_LONGCTX_STARTED_BY"'
+    command = ["bash", "-c", script, "run_scripts/msrun.sh", str(REPOSITORY / "run_scripts")]
+    variables = {"PATH": os.environ["PATH"], "WORKERS": "4", "LOG_DIR": "my logs"}
+    result = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+    assert result.stdout == "WORKERS=4 LOG_DIR=my\\ logs run_scripts/msrun.sh\n"
+
+
+ECHO = "error: rank 0 could not begin the checkpoint of step 4; its own message says why"
+KILLED = "error: rank 2 (process 7) was killed or crashed while rank 1 (process 6) waits"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        # (exit time, code, log) of each rank, and the rank and code that are named.
+        ([(30, 2, "error: no space left in /x"), (10, 2, ECHO), (20, 2, ECHO)], "0 2"),
+        ([(10, 2, KILLED), (11, 2, KILLED), (12, 137, "step 4")], "2 137"),
+        ([(10, 2, "error: rank 1 (process 6) failed: MsLongctxError: " + ECHO), (20, 2, ECHO)], "0 2"),
+        ([(20, 5, "strange"), (10, 5, "strange")], "1 5"),
+        ([(10, 143, ""), (20, 2, "error: rank 9 (process 7) failed: X"), (30, 2, "error: no data")], "2 2"),
+        ([(10, 143, ""), (20, 143, "")], "0 143"),
+        ([(10, 0, ""), (20, 2, "error: no data")], "1 2"),
+        ([(10, 0, "")], ""),
+    ],
+)
+def test_the_first_to_fail(ranks: list[tuple[int, int, str]], expected: str, tmp_path: Path) -> None:
+    """A rank that only repeats what another one said does not count."""
+    for rank, (time_, code, log) in enumerate(ranks):
+        (tmp_path / f"worker_{rank}.exit").write_text(f"{time_}.5 {code} {rank}\n")
+        (tmp_path / f"worker_{rank}.log").write_text(f"starting\n{log}\n")
+    script = """source "$0/common.sh"; source "$0/launch.sh"; first_failure | awk '{ print $3, $2 }'"""
+    command = ["bash", "-uc", script, str(REPOSITORY / "run_scripts")]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment(tmp_path, LOG_DIR=tmp_path), check=True
+    )
+    assert result.stdout.strip() == expected and not result.stderr
+
+
 class TestSettings:
     """DRY=1 prints the command and touches nothing."""
 
@@ -173,6 +223,11 @@ class TestSettings:
         ("settings", "words"),
         [
             ({"WORKERS": "four"}, "WORKERS=four: expected a whole number"),
+            ({"WORKERS": "08"}, "WORKERS=08: expected a whole number, without zeros before it"),
+            ({"WORKERS": "4", "NODES": "08"}, "NODES=08: expected a whole number, without"),
+            ({"WORKERS": "4", "NODE_RANK": "09"}, "NODE_RANK=09: expected a whole number, without"),
+            ({"WORKERS": "4", "MASTER_PORT": "08118"}, "MASTER_PORT=08118: expected a whole number, without"),
+            ({"ASCEND_RT_VISIBLE_DEVICES": "0,08"}, "expected device numbers such as 0,1,2,3"),
             ({"WORKERS": "0"}, "WORKERS=0: expected 1 to 100000"),
             ({"WORKERS": "5", "NODES": "2"}, "WORKERS=5 does not divide by NODES=2"),
             ({"WORKERS": "4", "NODES": "2"}, "NODES=2 needs NODE_RANK"),
