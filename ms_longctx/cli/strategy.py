@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from ms_longctx.cli.options import UsageError
 from ms_longctx.config import load_config
 from ms_longctx.parallel.strategy import Strategy
+
+_Item = TypeVar("_Item")
+
+# Above so many workers only the ends of tables and lists are drawn, so many entries of each.
+_DRAWN_WHOLE = 256
+_ENDS = 4
 
 _MEANING = {
     "mp": "tensor parallel: shares of every matrix",
@@ -54,25 +60,52 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(strategy: Strategy) -> Iterator[str]:
-    """The rank grid, a table a pipeline stage with a column a tensor parallel share; then the groups."""
+    """The rank grid, a table a pipeline stage with a column a tensor parallel share; then the groups.
+
+    Of more than :data:`_DRAWN_WHOLE` workers only the first and last stages, rows, columns and groups.
+    """
     yield strategy.describe()
-    width = max(len(str(strategy.worker_num - 1)), len(f"mp {strategy.mp - 1}"))
-    label = max(len(_row_label(strategy, dp, cp)) for dp in (0, strategy.dp - 1) for cp in (0, strategy.cp - 1))
-    for stage in range(strategy.pp):
+    short = strategy.worker_num > _DRAWN_WHOLE
+    if short:
+        yield f"of more than {_DRAWN_WHOLE} workers only the first and last are shown; ... stands for those between"
+    for stage in _ends(range(strategy.pp), short):
         yield ""
-        columns = "  ".join(f"mp {mp}".rjust(width) for mp in range(strategy.mp))
-        yield f"{f'stage {stage}' if strategy.pp > 1 else '':{label}}  {columns}"
-        for dp in range(strategy.dp):
-            for cp in range(strategy.cp):
-                ring, ulysses = divmod(cp, strategy.ulysses_degree)
-                ranks = [strategy.rank(stage, dp, ring, ulysses, mp) for mp in range(strategy.mp)]
-                cells = "  ".join(str(rank).rjust(width) for rank in ranks)
-                yield f"{_row_label(strategy, dp, cp):{label}}  {cells}"
+        yield from ["..."] if stage is None else _draw_stage(strategy, stage, short)
     for axis, meaning in _MEANING.items():
         if strategy.degree(axis) > 1 and not _repeats(strategy, axis):
             groups = strategy.groups(axis)
             yield f"\n{axis} ({meaning}), {len(groups)} group{'s' if len(groups) > 1 else ''} of {len(groups[0])}"
-            yield from (f"  {' '.join(map(str, group))}" for group in groups)
+            for group in _ends(groups, short):
+                ranks = [None] if group is None else _ends(group, short)
+                yield f"  {' '.join(map(_dots, ranks))}"
+
+
+def _draw_stage(strategy: Strategy, stage: int, short: bool) -> Iterator[str]:
+    shares = _ends(range(strategy.mp), short)
+    width = max(len(str(strategy.worker_num - 1)), len(f"mp {strategy.mp - 1}"))
+    label = max(len(_row_label(strategy, dp, cp)) for dp in (0, strategy.dp - 1) for cp in (0, strategy.cp - 1))
+    columns = "  ".join(_dots(None if mp is None else f"mp {mp}").rjust(width) for mp in shares)
+    yield f"{f'stage {stage}' if strategy.pp > 1 else '':{label}}  {columns}"
+    for row in _ends(range(strategy.dp * strategy.cp), short):
+        if row is None:
+            yield "..."
+            continue
+        dp, cp = divmod(row, strategy.cp)
+        ring, ulysses = divmod(cp, strategy.ulysses_degree)
+        ranks = [None if mp is None else strategy.rank(stage, dp, ring, ulysses, mp) for mp in shares]
+        cells = "  ".join(_dots(rank).rjust(width) for rank in ranks)
+        yield f"{_row_label(strategy, dp, cp):{label}}  {cells}"
+
+
+def _ends(items: Sequence[_Item], short: bool) -> list[_Item | None]:
+    """The items; if ``short``, only the first and last of many, and ``None`` in place of those between."""
+    if not short or len(items) <= 2 * _ENDS + 1:
+        return list(items)
+    return [*items[:_ENDS], None, *items[-_ENDS:]]
+
+
+def _dots(item: object | None) -> str:
+    return "..." if item is None else str(item)
 
 
 def describe_rank(strategy: Strategy, rank: int) -> Iterator[str]:
@@ -83,7 +116,7 @@ def describe_rank(strategy: Strategy, rank: int) -> Iterator[str]:
     for axis in _MEANING:
         if strategy.degree(axis) > 1 and not _repeats(strategy, axis):
             before, after = strategy.neighbours(axis, rank)
-            group = " ".join(map(str, strategy.group(axis, rank)))
+            group = " ".join(map(_dots, _ends(strategy.group(axis, rank), strategy.worker_num > _DRAWN_WHOLE)))
             yield f"{axis:8}{group}   before: {_name(before)}, after: {_name(after)}"
 
 

@@ -70,6 +70,8 @@ def read_attention(section: ParallelConfig, cp: int) -> tuple[AttentionMode, int
         if degree in (None, 1):
             return "ring", 1
         return ("ulysses" if degree == cp else "hybrid"), int(degree or 1)
+    if cp == 1:
+        logger.info("attention_mode '%s' has no effect with cp 1: no sequence is split", mode)
     if mode == "hybrid":
         if degree is None and cp > 1:
             raise MsLongctxError(f"attention_mode 'hybrid' needs ulysses_degree, a divisor of cp = {cp}")

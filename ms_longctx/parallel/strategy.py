@@ -219,8 +219,12 @@ class Strategy:
         return tuple(self.rank(**{**fixed, **dict(zip(AXES[axis], place, strict=True))}) for place in places)
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Every group of ``axis``, by its first rank."""
-        return sorted({self.group(axis, rank) for rank in range(self.worker_num)})
+        """Every group of ``axis``, by its first rank: the one at 0 on this axis."""
+        self.degree(axis)
+        others = [name for name in ("pp", "dp", "ring", "ulysses", "mp") if name not in AXES[axis]]
+        places = itertools.product(*(range(self.degree(name)) for name in others))
+        firsts = (self.rank(**dict(zip(others, place, strict=True))) for place in places)
+        return [self.group(axis, first) for first in firsts]
 
     def neighbours(self, axis: str, rank: int) -> tuple[int | None, int | None]:
         """Ranks before and after ``rank`` on ``axis``: around a ring, but ``None`` beyond the ends of a pipeline."""

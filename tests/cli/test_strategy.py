@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,25 @@ def test_grid(
     keys = keys or {"dp": 1}
     assert show(keys, tmp_path, "--worker_num", str(workers)) == 0
     assert capsys.readouterr().out == expected
+
+
+def test_many_workers_show_the_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """100000 workers are drawn at once: the work grows with their number, not with its square."""
+    started = time.perf_counter()
+    assert show({"dp": 10000, "mp": 10}, tmp_path, "--worker_num", "100000") == 0
+    assert time.perf_counter() - started < 5
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 + 10 + 11 + 11 and max(map(len, lines)) < 120
+    assert lines[1].startswith("of more than 256 workers only the first and last are shown")
+    assert lines[4].split() == ["dp", "0", "0", "1", "2", "3", "...", "6", "7", "8", "9"]
+    assert lines[-11:-9] == ["", "dp (data parallel: other samples), 10 groups of 10000"]
+    assert lines[-1] == "  9 19 29 39 ... 99969 99979 99989 99999"
+
+
+def test_attention_mode_without_cp_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert show({"dp": 2, "attention_mode": "ring"}, tmp_path, "--worker_num", "2") == 0
+    assert caplog.messages == ["attention_mode 'ring' has no effect with cp 1: no sequence is split"]
 
 
 def test_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
