@@ -125,7 +125,7 @@ def load_manifest(path: str | Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MsLongctxError(f"{file} is not a manifest of ms-longctx prepare ({error}); prepare again") from error
     for shard in manifest.shards:
-        _check_shard(path.parent, shard)
+        _check_shard(path.parent, shard, file.name)
     return manifest
 
 
@@ -168,12 +168,15 @@ def work_directory(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _check_shard(folder: Path, shard: Shard) -> None:
+def _check_shard(folder: Path, shard: Shard, manifest: str) -> None:
     for name, size in ((shard.name, shard.size), (shard.name + ".db", shard.index_size)):
         file = folder / name
         if not file.is_file():
-            kind = "its index " if name.endswith(".db") else ""
-            raise MsLongctxError(f"{file} is missing: the set needs {kind}beside its manifest; copy it there")
+            part = f"the index of {shard.name}, part" if name.endswith(".db") else "part"
+            raise MsLongctxError(
+                f"{file} is missing: it is {part} of the set that {manifest} describes, and a set's files keep their "
+                f"names; copy it to {folder}, or give it its old name back"
+            )
         found = file.stat().st_size
         if found != size:
             raise MsLongctxError(f"{file} has {found} bytes, expected {size}: truncated or replaced; prepare it again")

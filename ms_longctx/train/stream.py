@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from ms_longctx.data.dataset import create_dataset
 from ms_longctx.data.manifest import Manifest, load_manifest
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.train.state import Progress
+
+logger = logging.getLogger(__name__)
 
 
 class MicroBatches:
@@ -101,5 +104,13 @@ def open_training_set(data: DataConfig) -> Manifest:
             f"data.path: {data.path} was prepared with layout {manifest.layout!r} and this run needs "
             f"{data.layout!r} (train.objective: sft trains on answers, pretrain on whole texts); prepare it "
             "again, or change the objective"
+        )
+    if data.seq_length > manifest.seq_length:
+        logger.warning(
+            "data.seq_length is %d, but %s was prepared with %d: no sample is longer than that, the rest of each row "
+            "is padding; prepare the texts again for longer ones",
+            data.seq_length,
+            data.path,
+            manifest.seq_length,
         )
     return manifest

@@ -207,7 +207,7 @@ def test_truncated(copy: Path) -> None:
 
 def test_missing_index(copy: Path) -> None:
     copy.with_name("a.mindrecord.db").unlink()
-    _fails(copy, "a.mindrecord.db is missing.*its index")
+    _fails(copy, "a.mindrecord.db is missing.*the index of a.mindrecord")
 
 
 def test_missing_shard(copy: Path) -> None:
