@@ -147,7 +147,7 @@ class _Stated:
 def _read_strategy(path: Path) -> list[Entry]:
     return [
         entry if entry.name.startswith("parallel.") else replace(entry, name=f"parallel.{entry.name}")
-        for entry in read_sections(path)
+        for entry in read_sections(path, "keys such as 'dp' and 'mp'")
     ]
 
 
@@ -184,4 +184,10 @@ def _suggestion(section: str, field: str) -> str:
 
 
 def _close(word: str, known: Iterable[str], cutoff: float) -> list[str]:
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    """The nearest word, if any; of equally near ones that with the same first letter."""
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=cutoff)
+    return sorted(near, key=lambda found: (-_likeness(word, found), found[:1] != word[:1]))[:1]
+
+
+def _likeness(word: str, found: str) -> float:
+    return difflib.SequenceMatcher(a=found, b=word).ratio()

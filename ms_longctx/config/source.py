@@ -49,11 +49,15 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_sections(path: Path) -> list[Entry]:
+def read_sections(path: Path, expected: str = "sections such as 'model:' and 'train:'") -> list[Entry]:
     """Entries of a YAML (or JSON) file whose top level is a mapping, in the order of the file.
 
     A top-level mapping is a section and gives one entry a key (``train.dtype``); any other top-level value is
     an entry of its own.
+
+    Args:
+        path: of the file.
+        expected: what messages say that the top level should have.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, is empty, or states a key twice.
@@ -61,10 +65,10 @@ def read_sections(path: Path) -> list[Entry]:
     entries = []
     with _document(read_text(path), str(path)) as (loader, node):
         if node is None or node.tag.endswith(":null"):
-            raise ConfigError(f"{path}: the file is empty; expected sections such as 'model:' and 'train:'")
+            raise ConfigError(f"{path}: the file is empty; expected {expected}")
         if not isinstance(node, yaml.MappingNode):
             found = describe(loader.construct_object(node, deep=True))
-            raise ConfigError(f"{path}: expected sections such as 'model:' at the top level, found {found}")
+            raise ConfigError(f"{path}: expected {expected} at the top level, found {found}")
         loader.flatten_mapping(node)
         for key, content in node.value:
             if isinstance(content, yaml.MappingNode) and content.value:
@@ -147,7 +151,7 @@ def _document(text: str, name: str) -> Iterator[tuple[_Loader, yaml.Node | None]
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error, name)) from error
     except (ValueError, RecursionError) as error:  # such as the date 2024-13-01, or a list inside itself
-        raise ConfigError(f"{name}: is not valid YAML: {error}") from error
+        raise ConfigError(f"{name}: is not valid {_language(name)}: {error}") from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -165,8 +169,13 @@ def _yaml_message(error: yaml.YAMLError, name: str) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
     if mark is None:
-        return f"{name}: is not valid YAML: {problem}"
-    return f"{name}:{mark.line + 1}: is not valid YAML: {problem} (column {mark.column + 1})"
+        return f"{name}: is not valid {_language(name)}: {problem}"
+    return f"{name}:{mark.line + 1}: is not valid {_language(name)}: {problem} (column {mark.column + 1})"
+
+
+def _language(name: str) -> str:
+    """What the user means a file to be; JSON is read as the YAML that it is too."""
+    return "JSON" if name.lower().endswith(".json") else "YAML"
 
 
 def _refuse_duplicates(node: yaml.Node | None, name: str) -> None:

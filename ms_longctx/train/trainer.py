@@ -165,9 +165,12 @@ class Trainer:
     def _divergence(self) -> MsLongctxError:
         steps = self.directory.store.steps()
         kept = f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint"
+        advice = "Lower optimizer.learning_rate, or look at the data"
+        if self.run.train.dtype != "fp32":
+            advice = "Lower optimizer.learning_rate, look at the data, or train in fp32"
         return MsLongctxError(
             f"the last {self.loss_scale.skipped_steps} steps had infinite or NaN gradients and were skipped: the model "
-            f"has diverged and is not saved; {kept}. Lower optimizer.learning_rate, look at the data, or train in fp32"
+            f"has diverged and is not saved; {kept}. {advice}"
         )
 
     def evaluate(self) -> tuple[float, int]:

@@ -18,8 +18,8 @@ CASES: dict[str, tuple[str, str]] = {
     "empty": ("", ": the file is empty; expected sections such as 'model:' and 'train:'"),
     "comments only": ("# x\n", ": the file is empty; expected sections such as 'model:' and 'train:'"),
     "null document": ("~", ": the file is empty; expected sections such as 'model:' and 'train:'"),
-    "list": ("- 1\n", ": expected sections such as 'model:' at the top level, found [1] (a list)"),
-    "scalar": ("hello", ": expected sections such as 'model:' at the top level, found 'hello' (text)"),
+    "list": ("- 1\n", ": expected sections such as 'model:' and 'train:' at the top level, found [1] (a list)"),
+    "scalar": ("hello", ": expected sections such as 'model:' and 'train:' at the top level, found 'hello' (text)"),
     "unclosed": (
         "train:\n  betas: [1, 2\n",
         ":3: is not valid YAML: expected ',' or ']', but got '<stream end>' (column 1)",
@@ -199,8 +199,10 @@ def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"dp": 4, "sp": 0}', ":1: parallel.sp: expected a value of at least 1, found 0"),
         ('{"dp": 4, "mp": "2"}', ":1: parallel.mp: expected an integer, found '2' (text)"),
         ('{"dp": 1, "ddp": 2}', ":1: parallel.ddp: unknown key; did you mean 'parallel.dp'?"),
-        ('{"dp": 1,', ":1: is not valid YAML: "),
-        ("", ": the file is empty"),
+        ('{"dpp": 2}', ":1: parallel.dpp: unknown key; did you mean 'parallel.dp'?"),
+        ('{"dp": 1,', ":1: is not valid JSON: "),
+        ("", ": the file is empty; expected keys such as 'dp' and 'mp'"),
+        ("[2]", ": expected keys such as 'dp' and 'mp' at the top level, found [2] (a list)"),
     ],
 )
 def test_strategy_file(text: str, expected: str, tmp_path: Path) -> None:
