@@ -7,6 +7,7 @@ here from what is to be stored.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,15 @@ def _write(path: Path, samples: Sequence[Sample], sizes: FileSizes) -> None:
             [{"input_ids": tokens, "runs": runs} for tokens, runs in samples[start : start + _ROWS_A_CALL]]
         )
     writer.commit()
+    for file in (path, path.with_name(path.name + ".db")):
+        file.chmod(0o666 & ~_umask())  # MindSpore makes them for the owner alone
+
+
+def _umask() -> int:
+    """What this process takes from the modes of new files; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _stored_bytes(integers: int, rows: int) -> int:

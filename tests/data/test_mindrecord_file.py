@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mindspore.dataset as ds
@@ -84,3 +85,17 @@ def test_one_addition_larger_than_a_file_is_divided(tmp_path: Path) -> None:
     work.publish()
     assert _read([tmp_path / shard.name for shard in work.shards["train"]]) == [t.tolist() for t, _ in samples]
     work.remove()
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    """Others of a group can read a set as they can read its manifest."""
+    file, before = tmp_path / "a.mindrecord", os.umask(0o027)
+    try:
+        write_mindrecord(file, [(np.arange(3, dtype=np.int32), np.array([0, 3], np.int32))], file_sizes(5, 5, 1))
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "a.mindrecord": 0o640,
+        "a.mindrecord.db": 0o640,
+    }
