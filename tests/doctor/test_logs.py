@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -134,6 +135,56 @@ class TestOrder:
         text = as_text(diagnosis)
         assert "first failure: rank 1, says another rank" in text and f"not known: {b}:2: ValueError" in text
 
+    def test_a_killed_rank_by_its_exit_file(self, tmp_path: Path) -> None:
+        """Its own log says nothing; launcher and other ranks only tell what follows, with older times or none."""
+        started = self.stamp("10:00:00", "starting").replace("[ERROR]", "[INFO]")
+        echo = "error: rank 2 (process 7) was killed or crashed while rank 1 (process 6) waits"
+        ended = self.stamp("10:04:10", "There's worker exits with exception, kill all other workers.")
+        logs = [write(tmp_path / "launcher.log", ended), write(tmp_path / "worker_1.log", started, echo)]
+        logs.append(write(tmp_path / "worker_2.log", started))
+        assert ids(*logs) == ["peer_failed", "launcher_ended"] and diagnose(logs).first_rank == 2
+        time = time_of("2026-11-30-10:04:09.000.000")
+        assert time is not None
+        write(tmp_path / "worker_2.exit", f"{time:.6f} 137 2")
+        write(tmp_path / "worker_1.exit", f"{time + 0.1:.6f} 2 1")
+        diagnosis = diagnose(logs)
+        assert [f.rule.id for f in diagnosis.findings] == ["oom_killer", "peer_failed", "launcher_ended"]
+        text = as_text(diagnosis)
+        assert f"first failure: rank 2: killed by SIGKILL (exit code 137) ({tmp_path}/worker_2.exit:1)" in text
+        assert text.count("(follows from a failure above)") == 2
+
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            ("17.5 139 0", ["crashed"]), ("17.5 135 0", ["shared_memory"]), ("17.5 130 0", []), ("17.5 143 0", []),
+            ("17.5 0 0", []), ("17.5 2 0", []), ("17.5 255 0", []), ("", []), ("nonsense 137 0", []),
+        ],
+    )  # fmt: skip
+    def test_exit_files(self, content: str, expected: list[str], tmp_path: Path) -> None:
+        write(tmp_path / "worker_0.exit", content)
+        assert ids(write(tmp_path / "worker_0.log", "step 4")) == expected
+
+    def test_echoes_of_a_full_disk(self, tmp_path: Path) -> None:
+        """Ranks 1 and 2 end before rank 0, whose own message says why."""
+        echo = "error: rank 0 could not begin the checkpoint of step 4; its own message says why"
+        lines = ["error: no space left in /data: 3.1 GB are needed", echo, echo]
+        logs = [write(tmp_path / f"worker_{rank}.log", line) for rank, line in enumerate(lines)]
+        for rank, end in enumerate((30, 10, 20)):
+            write(tmp_path / f"worker_{rank}.exit", f"{end} 2 {rank}")
+        diagnosis = diagnose(logs)
+        assert [(f.rule.id, f.rank) for f in diagnosis.findings] == [
+            ("disk_full", 0), ("peer_failed", 1), ("peer_failed", 2),
+        ]  # fmt: skip
+        assert as_text(diagnosis).count("(follows from a failure above)") == 2
+        assert diagnose(logs[1:]).first_rank == 0
+
+    def test_a_consequence_without_a_time_of_its_own(self, tmp_path: Path) -> None:
+        """Rank 0's last time is that of its start, an hour before rank 1's memory was full."""
+        started = self.stamp("09:04:10", "starting").replace("[ERROR]", "[INFO]")
+        a = write(tmp_path / "worker_0.log", started, "EI0002: notify wait timeout")
+        b = write(tmp_path / "worker_1.log", self.stamp("10:04:10", "std::bad_alloc"))
+        assert ids(a, b) == ["host_memory", "hccl_execute_timeout"]
+
     def test_lines_without_a_time_take_that_of_the_line_before(self, tmp_path: Path) -> None:
         log = write(tmp_path / "worker_0.log", "std::bad_alloc", self.stamp("10:00:05", "fine"), "EI0005: arguments")
         times = {finding.rule.id: finding.time for finding in diagnose([log]).findings}
@@ -221,6 +272,16 @@ class TestReading:
             (tmp_path / "empty").mkdir(exist_ok=True)
             with pytest.raises(MsLongctxError, match="--log: .*(does not exist|holds no text file); expected"):
                 find_logs([str(wrong)])
+
+    def test_files_that_hold_no_text(self, tmp_path: Path) -> None:
+        noise = random.Random(3).randbytes(9000).replace(b"\0", b"")
+        for name, content in (("a.mindrecord", b"\0\0\0\x08header" * 99), ("random.log", noise)):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(MsLongctxError, match=f"--log: .*{name} is not a text file; expected a log"):
+                find_logs([str(tmp_path / name)])
+        bar = tmp_path / "bar.log"
+        bar.write_bytes("\x1b[32mtrain\x1b[0m \r\b\b 研究结果\n".encode("gbk") * 50)
+        assert find_logs([str(tmp_path)]) == find_logs([str(bar)]) == [bar]
 
     def test_line_numbers_survive_pieces_and_broken_bytes(self, tmp_path: Path) -> None:
         log = tmp_path / "a.log"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ms_longctx.doctor.logs.detectors import FRAGMENTATION, REPEATED_OUTPUT, Fragmentation, Repetition
+from ms_longctx.doctor.logs.exits import exit_of
 from ms_longctx.doctor.logs.reading import rank_of, read_chunks, time_of
 from ms_longctx.doctor.logs.rules import Rule, load_rules
 
@@ -27,7 +28,9 @@ class Finding:
         path, line: the file, and the number of the first line that shows it.
         text: that line, or what a detector has to say about it.
         rank: of the file, where its name tells.
-        time: seconds since 1970, of that line or the one with a time before it (else the next after it).
+        time: seconds since 1970, of that line or the one with a time before it (else the next after it, else of the
+            rank's end).
+        dated: whether the line itself carries that time.
         count: lines of the file that show it.
         blames: another rank that the line names as the one that failed.
     """
@@ -38,6 +41,7 @@ class Finding:
     text: str
     rank: int | None = None
     time: float | None = None
+    dated: bool = False
     count: int = 1
     blames: int | None = None
 
@@ -98,18 +102,29 @@ class _Log:
     lines: int = 0
     time: float | None = None
 
-    def add(self, rule: Rule, number: int, text: str, blames: int | None = None) -> None:
+    def add(self, rule: Rule, number: int, text: str, dated: bool = False, blames: int | None = None) -> None:
         known = self.found.get(rule.id)
         if known is None:
-            self.found[rule.id] = Finding(rule, self.path, number, text.strip(), self.rank, self.time, blames=blames)
+            self.found[rule.id] = Finding(
+                rule, self.path, number, text.strip(), self.rank, self.time, dated, blames=blames
+            )
         elif known.line != number:
             self.found[rule.id] = replace(known, count=known.count + 1)
 
-    def give_times(self) -> None:
+    def give_times(self, time: float) -> None:
         """Failures before the first time that the file shows get that one."""
         for name, finding in self.found.items():
-            if finding.time is None and self.time is not None:
-                self.found[name] = replace(finding, time=self.time)
+            if finding.time is None:
+                self.found[name] = replace(finding, time=time)
+
+    def add_exit(self) -> None:
+        """What the file beside the log says about the end of its rank."""
+        end = exit_of(self.path)
+        if end is None or end.code == 0:
+            return
+        self.give_times(end.time)
+        if end.rule is not None and end.rule.id not in self.found:
+            self.found[end.rule.id] = Finding(end.rule, end.path, 1, end.text, self.rank, end.time, dated=True)
 
     def reduced(self) -> list[Finding]:
         covered = {name for finding in self.found.values() for name in finding.rule.covers}
@@ -132,6 +147,7 @@ def _read(path: Path) -> _Log:
         log.lines = lines[-1][0]
     if "device_memory" not in log.found:
         log.found.pop(FRAGMENTATION.id, None)  # gaps are no failure as long as everything fits
+    log.add_exit()
     return log
 
 
@@ -139,28 +155,38 @@ def _read_line(log: _Log, number: int, line: str, active: list[Rule]) -> None:
     if (time := time_of(line)) is not None:
         is_first, log.time = log.time is None, time
         if is_first:
-            log.give_times()
+            log.give_times(time)
     is_known = False
     lower = line.lower()
     for rule in active:
         if (found := rule.find(line, lower)) is not None:
             blamed = found.groupdict().get("rank")
-            log.add(rule, number, line, None if blamed is None else int(blamed))
+            log.add(rule, number, line, time is not None, None if blamed is None else int(blamed))
             is_known = True
     if not is_known and log.unknown is None and _UNKNOWN.match(line):
         log.unknown = (number, line.strip())
 
 
 def _in_order(findings: list[Finding]) -> list[Finding]:
-    """By time where every finding has one. Else causes come before consequences, and known times before others."""
+    """By time where every finding has one. Else causes come before consequences, and known times before others.
 
-    def by_time(finding: Finding) -> tuple[float, Path, int]:
+    Echoes come last, those first that name a rank. A consequence is the first one only by a time of its own: that of
+    a line long before it would make it older than its cause.
+    """
+
+    def echo(finding: Finding) -> tuple[bool, bool]:
+        return finding.rule.echo, finding.rule.echo and finding.blames is None
+
+    def by_time(finding: Finding) -> tuple[object, ...]:
         assert finding.time is not None
-        return finding.time + CLOCK_SLACK * finding.rule.consequence, finding.path, finding.line
+        return *echo(finding), finding.time + CLOCK_SLACK * finding.rule.consequence, finding.path, finding.line
 
-    def by_kind(finding: Finding) -> tuple[bool, float, Path, int]:
-        return finding.rule.consequence, finding.time or float("inf"), finding.path, finding.line
+    def by_kind(finding: Finding) -> tuple[object, ...]:
+        time = float("inf") if finding.time is None else finding.time
+        return *echo(finding), finding.rule.consequence, time, finding.path, finding.line
 
-    if all(finding.time is not None for finding in findings):
-        return sorted(findings, key=by_time)
+    if findings and all(finding.time is not None for finding in findings):
+        ordered = sorted(findings, key=by_time)
+        if ordered[0].dated or not ordered[0].rule.consequence:
+            return ordered
     return sorted(findings, key=by_kind)

@@ -32,6 +32,8 @@ _RANK = re.compile(r"(?:^|[_.\-/])(?:worker|rank|device|log|node)[_.\-]?(\d+)(?=
 
 # 2026-11-30-10:04:09.261.455 (MindSpore, CANN), 2026-11-30 10:04:09,261 (Python), 2026-11-30T10:04:09Z
 _STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[-T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{3})(?:\.?(\d{3}))?)?")
+# Control characters that terminals and progress bars do not use.
+_CONTROL = re.compile(rb"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _EPOCH = re.compile(r'"time": (\d{10}(?:\.\d+)?)')
 
 
@@ -39,7 +41,7 @@ def find_logs(paths: Sequence[str]) -> list[Path]:
     """The files that were named, and the text files of the directories that were.
 
     Raises:
-        MsLongctxError: a path does not exist, or a directory holds no text file.
+        MsLongctxError: a path does not exist or is no text file, or a directory holds none.
     """
     found: list[Path] = []
     for name in paths:
@@ -50,6 +52,8 @@ def find_logs(paths: Sequence[str]) -> list[Path]:
                 raise MsLongctxError(f"--log: directory {path} holds no text file; expected logs of a run")
             found += inside
         elif path.is_file():
+            if not _holds_text(path):
+                raise MsLongctxError(f"--log: {path} is not a text file; expected a log, or a directory of logs")
             found.append(path)
         else:
             raise MsLongctxError(f"--log: {path} does not exist; expected a log file or a directory of logs")
@@ -57,10 +61,14 @@ def find_logs(paths: Sequence[str]) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
-    if path.suffix in _NO_LOGS:
-        return False
+    return path.suffix not in _NO_LOGS and _holds_text(path)
+
+
+def _holds_text(path: Path) -> bool:
+    """Whether the file begins as text, of whatever encoding that keeps ASCII: one byte of ten at random is no text."""
     with path.open("rb") as file:
-        return b"\0" not in file.read(4096)
+        start = file.read(4096)
+    return b"\0" not in start and len(_CONTROL.findall(start)) <= 0.03 * len(start)
 
 
 def rank_of(path: Path) -> int | None:

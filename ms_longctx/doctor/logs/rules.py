@@ -9,6 +9,7 @@ Keys of a rule:
   is the rank that the line blames;
 - ``unless``: a regular expression that rules a line out;
 - ``consequence``: ``true`` for what mostly follows from the failure of another rank;
+- ``echo``: ``true`` for a consequence that says itself that another rank failed; never first where anything else is;
 - ``covers``: ids that say less about the same failure, and are left out of a file that has this one;
 - ``cause``, ``cure``: for the user; ``source``: where it is documented, or the file of ours that prints it.
 """
@@ -40,6 +41,7 @@ class Rule:
     patterns: tuple[re.Pattern[str], ...] = ()
     unless: re.Pattern[str] | None = None
     consequence: bool = False
+    echo: bool = False
     covers: tuple[str, ...] = ()
 
     def find(self, line: str, lower: str) -> re.Match[str] | None:
