@@ -81,7 +81,9 @@ def _checkpoint(path: Path) -> Path:
     from ms_longctx.train.rundir import CHECKPOINTS
 
     if (path / CHECKPOINTS).is_dir():
-        newest = CheckpointStore(path / CHECKPOINTS).newest()
+        newest = CheckpointStore(path / CHECKPOINTS).newest(
+            advice="copy the run again from where it was made, or train again"
+        )
         if newest is None:
             raise MsLongctxError(f"{path / CHECKPOINTS} holds no checkpoint; train first")
         return newest

@@ -64,6 +64,10 @@ class Peers(Protocol):
         """The numbers of all workers of the run, whatever disk they see; all call it together."""
         ...
 
+    def first_text(self, text: str) -> str:
+        """The text of the first worker of the run whose text is not empty, on all; all call it together."""
+        ...
+
 
 class Alone:
     """:class:`Peers` of a process without others."""
@@ -73,6 +77,10 @@ class Alone:
     def exchange(self, number: int) -> list[int]:
         """The number itself."""
         return [number]
+
+    def first_text(self, text: str) -> str:
+        """The text itself."""
+        return text
 
 
 class CheckpointStore:
@@ -164,7 +172,7 @@ class CheckpointStore:
             "older checkpoints are untouched. Free some space and go on with --resume"
         )
 
-    def newest(self, peers: Peers | None = None) -> Path | None:
+    def newest(self, peers: Peers | None = None, advice: str = "start again with --overwrite") -> Path | None:
         """The newest checkpoint that verifies on every worker, ``None`` when there is no checkpoint at all.
 
         Later ones that are damaged or missing somewhere are reported and renamed to ``<name>.damaged``, so that the
@@ -172,6 +180,7 @@ class CheckpointStore:
 
         Args:
             peers: the workers of the run, which all call this together.
+            advice: what to do when none is whole.
 
         Raises:
             DamagedCheckpointError: there are checkpoints, but none is whole everywhere.
@@ -184,25 +193,28 @@ class CheckpointStore:
             candidate = min(peers.exchange(own[-1] if own else _NONE))
             if candidate == _NONE:
                 break
-            if min(peers.exchange(int(candidate in own and self._is_whole(candidate, peers)))):
+            damage = self._damage(candidate, peers) if candidate in own else ""
+            if min(peers.exchange(int(candidate in own and not damage))):
                 self._set_aside([step for step in listed if step > candidate], peers)
                 return self.path(candidate)
+            # Only one worker may have looked at the file; the user reads the log of the main one, which is a lead.
+            damage = peers.first_text(damage)
+            if damage and peers.index == 0:
+                logger.warning("%s; falling back to the checkpoint before it", damage)
             bound = candidate
         most = max(peers.exchange(len(listed)))
         if most:
             where = "" if isinstance(peers, Alone) else " on every worker"
-            raise DamagedCheckpointError(
-                f"{self.directory}: none of the {most} checkpoints is whole{where}; start again with --overwrite"
-            )
+            raise DamagedCheckpointError(f"{self.directory}: none of the {most} checkpoints is whole{where}; {advice}")
         return None
 
-    def _is_whole(self, step: int, peers: Peers) -> bool:
+    def _damage(self, step: int, peers: Peers) -> str:
+        """What this worker's share of the verification finds; empty when it is whole."""
         try:
             verify(self.path(step), peers.index, peers.count)
         except DamagedCheckpointError as error:
-            logger.warning("%s; falling back to the checkpoint before it", error)
-            return False
-        return True
+            return str(error)
+        return ""
 
     def _set_aside(self, steps: list[int], peers: Peers) -> None:
         for step in steps if peers.index == 0 else []:

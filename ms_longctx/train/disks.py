@@ -45,6 +45,10 @@ class Disk:
         """See :meth:`Workers.exchange`."""
         return self.workers.exchange(number)
 
+    def first_text(self, text: str) -> str:
+        """See :meth:`Workers.first_text`."""
+        return self.workers.first_text(text)
+
 
 def find_disk(workers: Workers, directory: Path) -> Disk:
     """Find out who else sees ``directory``; all workers call it together.

@@ -120,6 +120,18 @@ class Workers:
         received = np.frombuffer(content, np.uint8) if self.is_main and content else np.zeros(length[0], np.uint8)
         return self._from_main(received.astype(np.int32)).astype(np.uint8).tobytes().decode()
 
+    def first_text(self, text: str) -> str:
+        """The text of the first worker whose text is not empty, on all; all call it together."""
+        content = text.encode()
+        lengths = self.exchange(len(content))
+        first = next((rank for rank, length in enumerate(lengths) if length), None)
+        if first is None or self.count == 1:
+            return text
+        own = np.zeros(lengths[first], np.int32)
+        if self.rank == first:
+            own[:] = np.frombuffer(content, np.uint8)
+        return bytes(self._sum(Tensor(own)).asnumpy().astype(np.uint8)).decode()
+
     def _from_main(self, values: np.ndarray) -> np.ndarray:
         return values if not len(values) else make_broadcast(self.everyone)(Tensor(values)).asnumpy()
 

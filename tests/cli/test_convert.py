@@ -98,6 +98,7 @@ def test_refusals(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     shard = damaged / "shards/rank-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
     (pieces / "shards/rank-00001.json").unlink()
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)  # without its files
     existing = tmp_path / "existing"
     existing.mkdir()
     capsys.readouterr()
@@ -109,6 +110,7 @@ def test_refusals(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--input", str(tmp_path / "nothing"), *output], "no model here"),
         (["--input", str(pieces), *output], "are in shards; copy the files of all ranks into one directory"),
         (["--input", str(damaged), *output], f"{shard}: contents changed, the SHA-256 differs from rank-00001.json"),
+        (["--input", str(tmp_path / "run"), *output], "none of the 1 checkpoints is whole; copy the run again from"),
     ):
         assert main(["convert", *arguments]) == 2
         lines = capsys.readouterr().err.splitlines()

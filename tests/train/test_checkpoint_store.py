@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +86,45 @@ def test_all_damaged_is_an_error(store: CheckpointStore) -> None:
     with pytest.raises(DamagedCheckpointError, match="none of the 2 checkpoints is whole"):
         store.newest()
     assert store.steps() == [8, 12]  # nothing was moved
+    with pytest.raises(DamagedCheckpointError, match="is whole; copy it again$"):
+        store.newest(advice="copy it again")
+
+
+class Together:
+    """:class:`~ms_longctx.train.checkpoint.Peers` of one of two threads on one disk."""
+
+    count = 2
+
+    def __init__(self, index: int, barrier: threading.Barrier, places: list[Any]) -> None:
+        self.index, self.barrier, self.places = index, barrier, places
+
+    def exchange(self, number: Any) -> list[Any]:
+        self.places[self.index] = number
+        self.barrier.wait()
+        found = list(self.places)
+        self.barrier.wait()
+        return found
+
+    def first_text(self, text: str) -> str:
+        return next(filter(None, self.exchange(text)), "")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_lead_reports_what_any_worker_found(
+    store: CheckpointStore, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each worker hashes half of the files; the damage is in one of either half."""
+    name = list(json.loads((store.path(12) / "manifest.json").read_text())["files"])[number]
+    victim = store.path(12) / name
+    content = victim.read_bytes()
+    victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    barrier, places = threading.Barrier(2, timeout=20), [None, None]
+    with ThreadPoolExecutor(2, "worker") as pool:
+        found = list(pool.map(lambda index: store.newest(Together(index, barrier, places)), range(2)))
+    assert found == [store.path(8)] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{victim}: contents changed, the SHA-256 differs from manifest.json; falling back to the checkpoint before it"
+    ]
 
 
 def test_writer_that_fails_leaves_the_old_state(store: CheckpointStore) -> None:

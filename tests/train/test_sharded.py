@@ -24,18 +24,21 @@ from ms_longctx.models.sharded import Block, write_shard
 from ms_longctx.parallel.slices import piece_of
 from ms_longctx.parallel.strategy import Strategy
 from ms_longctx.train.checkpoint import CheckpointStore
-from tests.parallel.processes import Job, check
+from tests.parallel.processes import Job
 
 Arguments = Callable[..., list[str]]
 
 
 def job(folder: Path, size: int, arguments: list[str], **settings: Any) -> list[dict[str, np.ndarray]]:
-    """What each process of a job has after it opened the run, or nothing if it trains."""
+    """What each process of a job has after it opened the run, or nothing if it trains; main.txt: what rank 0 says."""
     folder.mkdir()
     path = folder / "settings.json"
     settings = {"train": False, "result": str(folder / "{rank}.npz"), **settings, "arguments": arguments}
     path.write_text(json.dumps(settings))
-    check(Job("../train/resume_worker.py", size, [str(path)]), timeout=240)
+    with Job("../train/resume_worker.py", size, [str(path)]) as processes:
+        codes = processes.wait(timeout=240)
+        assert codes == [0] * size, processes.output()
+        (folder / "main.txt").write_text(processes.ranks[0].text())
     return [] if settings["train"] else [dict(np.load(folder / f"{rank}.npz")) for rank in range(size)]
 
 
@@ -95,7 +98,7 @@ def test_saved_by_four_loaded_by_two_and_one(
     victim = disks[1] / "checkpoints/step-00000004/trainer/optimizer-00001-of-00001.safetensors"
     victim.write_bytes(victim.read_bytes()[:-1] + b"\x55")
     broken = shared / "checkpoints/step-00000006/model.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-9])
+    broken.write_bytes(broken.read_bytes()[:-1] + b"\x55")  # the worker that hashes this file is not the main one
     config = read_config(disks[0] / "checkpoints/step-00000002")
     # The set of step 2 is all that every worker has whole; in the shared directory all see step 4.
     resumed = job(tmp_path / "four", 4, [*given(own, **four), "--train.resume=latest"], also=str(shared))
@@ -104,6 +107,8 @@ def test_saved_by_four_loaded_by_two_and_one(
         assert found["#step"] == 2 and found["#disk"].tolist() == [rank]
         assert found["#also"] == 4 and found["#also_disk"].tolist() == [0, 1, 2, 3]
         same(found, expected, config)
+    said = (tmp_path / "four/main.txt").read_text()
+    assert said.count("contents changed") == 2 and f"{broken}: contents changed" in said, said
     assert sorted(path.name for path in (disks[0] / "checkpoints").glob("*.damaged")) == [
         "step-00000004.damaged",
         "step-00000006.damaged",
