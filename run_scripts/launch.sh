@@ -165,7 +165,10 @@ signal_workers() {
     for file in "$LOG_DIR"/worker_*.pid; do
         [ -f "$file" ] || continue
         read -r host pid <"$file"
-        [ "$host" = "$(hostname)" ] && kill -s "$1" "$pid" 2>/dev/null
+        [ "$host" = "$(hostname)" ] || continue
+        # Launchers give each worker a group: the one of run_rank.py, which cannot pass SIGKILL on.
+        [ "$1" = KILL ] && kill -KILL -- "-$pid" 2>/dev/null && continue
+        kill -s "$1" "$pid" 2>/dev/null
     done
 }
 

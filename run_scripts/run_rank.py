@@ -44,7 +44,10 @@ def main(argv: list[str]) -> int:
         stopping.append(number)
         # mpirun signals process groups: its SIGTERM has reached the program too.
         if child and not (by_mpirun and number == signal.SIGTERM):
-            child[0].send_signal(signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+            if number == signal.SIGTERM:
+                child[0].send_signal(signal.SIGTERM)
+            else:
+                _interrupt(child[0])
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, stop)
@@ -56,6 +59,16 @@ def main(argv: list[str]) -> int:
     if stopping:
         _wait_for_others(folder)
     return code
+
+
+def _interrupt(child: subprocess.Popen[bytes]) -> None:
+    """SIGINT as a terminal sends it, to the group: by a helper in it the program knows Ctrl-C from SIGTERM."""
+    if os.getpgrp() != os.getpid():  # not a group of this rank alone
+        child.send_signal(signal.SIGINT)
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def _ignore_usr1() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,14 +28,18 @@ def run(world: World, scenario: str) -> int:
         raise SystemExit(37)
     if scenario == "kill" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    if scenario == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        print(f"process {os.getpid()}", flush=True)
         while scenario != "add":
             time.sleep(0.05)
             world.barrier()
     except KeyboardInterrupt:
         if world.rank == 0:
             time.sleep(1.5)  # saving takes longer than the others need to end
-        print(f"rank {world.rank} saved", flush=True)
+        print(f"rank {world.rank} saved; its helper ended with {helper.wait(5)}", flush=True)
         return 130
     return 0
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,6 +51,22 @@ def start(launcher: str, folder: Path, *arguments: str, **settings: object) -> s
     )  # fmt: skip
 
 
+def wait_for(job: subprocess.Popen[str], logs: list[Path]) -> None:
+    """Until the ranks of these logs are in their loop."""
+    deadline = time.monotonic() + 40
+    while not all(log.exists() and "process" in log.read_text() for log in logs):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.05)
+
+
+def runs(process: int) -> bool:
+    """Whether a process lives, and not as a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -83,15 +100,27 @@ class TestRuns:
         """Rank 0 needs 1.5 s to save, longer than the others; the launcher must not kill it meanwhile."""
         job = start(launcher, tmp_path, "loop", WORKERS=2)
         logs = [tmp_path / "logs" / f"worker_{rank}.log" for rank in range(2)]
-        deadline = time.monotonic() + 40
-        while not all(log.exists() and "arguments" in log.read_text() for log in logs):
-            assert time.monotonic() < deadline and job.poll() is None
-            time.sleep(0.05)
+        wait_for(job, logs)
         os.killpg(job.pid, signal.SIGINT)  # what a terminal does
         output = job.communicate(timeout=30)[0]
         assert job.returncode == 130, output
-        assert [f"rank {rank} saved" in log.read_text() for rank, log in enumerate(logs)] == [True, True], output
+        # SIGINT reaches the whole group of a rank, as from a terminal.
+        saved = [f"rank {rank} saved; its helper ended with -2" in log.read_text() for rank, log in enumerate(logs)]
+        assert saved == [True, True], output
         assert "stopping the workers" in output and f"stopped; logs in {tmp_path}/logs" in output
+
+    def test_the_second_ctrl_c_kills(self, launcher: str, tmp_path: Path) -> None:
+        job = start(launcher, tmp_path, "deaf", WORKERS=2)
+        logs = [tmp_path / "logs" / f"worker_{rank}.log" for rank in range(2)]
+        wait_for(job, logs)
+        for _ in range(2):
+            os.killpg(job.pid, signal.SIGINT)
+            time.sleep(0.5)
+        output = job.communicate(timeout=30)[0]
+        assert job.returncode != 0 and "killing the workers" in output, output
+        for log in logs:
+            (process,) = re.findall(r"process (\d+)", log.read_text())
+            assert not runs(int(process)), output
 
 
 @needs_kernels
