@@ -202,7 +202,9 @@ report() {
     local failure rank code
     failure="$(first_failure)"
     if [ -z "$failure" ]; then
-        if [ "$1" -ne 0 ]; then
+        if [ "$STOPPED" -gt 0 ]; then
+            echo "stopped; logs in $LOG_DIR" >&2
+        elif [ "$1" -ne 0 ]; then
             echo "the launcher failed (exit code $1); the end of $LOG_DIR/launcher.log:" >&2
             tail -n 20 "$LOG_DIR/launcher.log" >&2
         fi

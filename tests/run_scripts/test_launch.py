@@ -117,7 +117,7 @@ class TestRuns:
             os.killpg(job.pid, signal.SIGINT)
             time.sleep(0.5)
         output = job.communicate(timeout=30)[0]
-        assert job.returncode != 0 and "killing the workers" in output, output
+        assert job.returncode != 0 and "killing the workers" in output and "failed" not in output, output
         for log in logs:
             (process,) = re.findall(r"process (\d+)", log.read_text())
             assert not runs(int(process)), output
