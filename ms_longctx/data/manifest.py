@@ -175,7 +175,7 @@ def _check_shard(folder: Path, shard: Shard, manifest: str) -> None:
             part = f"the index of {shard.name}, part" if name.endswith(".db") else "part"
             raise MsLongctxError(
                 f"{file} is missing: it is {part} of the set that {manifest} describes, and a set's files keep their "
-                f"names; copy it to {folder}, or give it its old name back"
+                f"names; copy it to {folder.absolute()}, or give it its old name back"
             )
         found = file.stat().st_size
         if found != size:

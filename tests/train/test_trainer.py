@@ -16,11 +16,13 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from ms_longctx.config import load_config
+from ms_longctx.config import DataConfig, load_config
 from ms_longctx.data.dataset import create_dataset
+from ms_longctx.data.manifest import load_manifest
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.train.checkpoint import DamagedCheckpointError
 from ms_longctx.train.metrics_log import read_metrics
+from ms_longctx.train.stream import open_training_set
 from ms_longctx.train.trainer import NO_TOKENS, NOT_FINITE, Trainer
 
 Arguments = Callable[..., list[str]]
@@ -194,6 +196,16 @@ def test_adapters_of_random_weights_are_pointed_out(
 ) -> None:
     make_trainer(arguments(lm_set, tmp_path / "run", lora__enabled="true", lora__r=2)).directory.close()
     assert "trained on random weights" in caplog.text
+
+
+@pytest.mark.parametrize(("more", "warned"), [(0, False), (4, True)])
+def test_length_above_that_of_the_set_is_pointed_out(
+    lm_set: Path, caplog: pytest.LogCaptureFixture, more: int, warned: bool
+) -> None:
+    prepared = load_manifest(lm_set).seq_length
+    open_training_set(DataConfig(path=str(lm_set), seq_length=prepared + more, layout="lm"))
+    message = f"data.seq_length is {prepared + more}, but {lm_set} was prepared with {prepared}"
+    assert (message in caplog.text) == warned
 
 
 def test_batches_without_targets_are_skipped(
