@@ -156,13 +156,22 @@ class TestOrder:
     @pytest.mark.parametrize(
         ("content", "expected"),
         [
-            ("17.5 139 0", ["crashed"]), ("17.5 135 0", ["shared_memory"]), ("17.5 130 0", []), ("17.5 143 0", []),
-            ("17.5 0 0", []), ("17.5 2 0", []), ("17.5 255 0", []), ("", []), ("nonsense 137 0", []),
+            ("17.5 139 0", ["crashed"]), ("17.5 135 0", ["shared_memory"]), ("17.5 130 0", ["terminated"]),
+            ("17.5 143 0", []), ("17.5 0 0", []), ("17.5 2 0", []), ("17.5 255 0", []), ("", []),
+            ("nonsense 137 0", []),
         ],
     )  # fmt: skip
     def test_exit_files(self, content: str, expected: list[str], tmp_path: Path) -> None:
         write(tmp_path / "worker_0.exit", content)
         assert ids(write(tmp_path / "worker_0.log", "step 4")) == expected
+
+    def test_ctrl_c_comes_before_what_the_launcher_says(self, tmp_path: Path) -> None:
+        ended = self.stamp("10:04:10", "There's worker exits with exception, kill all other workers.")
+        logs = [write(tmp_path / "launcher.log", ended), write(tmp_path / "worker_0.log", "stopped after 2 of 3")]
+        time = time_of("2026-11-30-10:04:11.000.000")
+        write(tmp_path / "worker_0.exit", f"{time} 130 0")
+        assert ids(*logs) == ["terminated", "launcher_ended"]
+        assert "first failure: rank 0: ended by Ctrl-C (exit code 130)" in as_text(diagnose(logs))
 
     def test_echoes_of_a_full_disk(self, tmp_path: Path) -> None:
         """Ranks 1 and 2 end before rank 0, whose own message says why."""

@@ -20,7 +20,7 @@ _CRASHED = Rule(
     source="https://man7.org/linux/man-pages/man7/signal.7.html",
 )
 # Signals that rules about lines of logs explain.
-_KNOWN = {signal.SIGKILL: "oom_killer", signal.SIGBUS: "shared_memory"}
+_KNOWN = {signal.SIGKILL: "oom_killer", signal.SIGBUS: "shared_memory", signal.SIGINT: "terminated"}
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,19 @@ class Exit:
 
     @property
     def rule(self) -> Rule | None:
-        """The failure that the code tells; ``None`` for one that only the log explains, and for Ctrl-C and SIGTERM."""
+        """The failure that the code tells; ``None`` for one that only the log explains.
+
+        SIGTERM tells nothing: it is what launchers send to all ranks after the failure of one.
+        """
         try:
             number = signal.Signals(self.code - 128)
         except ValueError:
             return None
-        if number in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGTERM:
             return None
         known = {rule.id: rule for rule in load_rules()}.get(_KNOWN.get(number, ""), _CRASHED)
-        return replace(known, title=f"killed by {number.name} (exit code {self.code})")
+        how = "ended by Ctrl-C" if number == signal.SIGINT else f"killed by {number.name}"
+        return replace(known, title=f"{how} (exit code {self.code})")
 
 
 def exit_of(log: Path) -> Exit | None:
