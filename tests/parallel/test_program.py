@@ -108,9 +108,10 @@ CONTEXT = {
         {("NeighborExchange", (1, 5)): 10, ("AlltoAll", (5, 7)): 12},
     ),
 }
+LONG = {"hybrid, window, fp16, recomputed": pytest.mark.long}
 
 
-@pytest.mark.parametrize("name", CONTEXT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in CONTEXT])
 def test_rings_inside(name: str, tmp_path: Path) -> None:
     overrides, expected = CONTEXT[name]
     result = compiled(tmp_path, 5, *overrides)
@@ -119,6 +120,7 @@ def test_rings_inside(name: str, tmp_path: Path) -> None:
     assert ("loss_scale" in result["pieces"]) == ("--train.dtype=fp16" in overrides)
 
 
+@pytest.mark.long
 def test_adapters(tmp_path: Path) -> None:
     """LoRA on all linear layers: they are cut beside their layers, and only they train."""
     overrides = ["--parallel.dp=4", "--parallel.mp=4", "--parallel.sp=true", "--lora.enabled=true"]

@@ -79,7 +79,7 @@ def test_columns_that_do_not_fill_a_word() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("baseline", marks=pytest.mark.long), "avx2"])
 def test_other_instruction_sets(isa: str) -> None:
     """The same tests on the variants that this CPU would not choose."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not other", __file__]

@@ -96,7 +96,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.long if name == "in_order" else ()) for name in VARIANTS]
+)
 def test_ten_steps_equal_four_plus_six(
     variant: str, lm_set: Path, sft_set: Path, tmp_path: Path, arguments: Arguments
 ) -> None:
