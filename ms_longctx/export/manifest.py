@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from ms_longctx import __version__
 from ms_longctx.config.model import LlamaConfig
+from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 
 MANIFEST = "manifest.json"
@@ -162,12 +162,3 @@ def verify_files(folder: Path, manifest: Manifest, names: list[str]) -> None:
 def written_by(**programs: str) -> dict[str, str]:
     """Versions for :attr:`Manifest.versions`: this package's and those given."""
     return {"ms_longctx": __version__, **programs}
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

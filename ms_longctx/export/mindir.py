@@ -15,10 +15,11 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
+from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.export.exported import ExportedModel
 from ms_longctx.export.key import ENCRYPTION
-from ms_longctx.export.manifest import GraphInfo, Manifest, sha256, verify_files
+from ms_longctx.export.manifest import GraphInfo, Manifest, verify_files
 from ms_longctx.export.plan import Plan
 from ms_longctx.export.session import CacheSession
 from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files

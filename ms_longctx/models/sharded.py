@@ -17,7 +17,6 @@ under any other. Before the first block of a file is used, the whole file is com
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.hf_config import read_config, read_json
 from ms_longctx.models.pieces import FilePiece
@@ -78,15 +78,7 @@ def _seal(path: Path) -> dict[str, Any]:
     """Size and digest of a file that is on the disk then."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _record_of(shard: Path) -> Path:
@@ -193,7 +185,7 @@ class BlockSource:
         expected = self._unchecked.get(file)
         if expected is None:
             return
-        if _sha256(file) != expected:
+        if sha256(file) != expected:
             raise MsLongctxError(
                 f"{file}: contents changed, the SHA-256 differs from {_record_of(file).name}; copy the file and its "
                 "record again from where they were made, or make the pieces again"

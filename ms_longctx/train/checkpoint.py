@@ -18,7 +18,6 @@ what its workers wrote, and the newest step is the one that is whole on all of t
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.sharded import known_digests
 
@@ -270,7 +270,7 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
             raise DamagedCheckpointError(
                 f"{file}: truncated or changed, {file.stat().st_size} bytes instead of {expected['size']}"
             )
-        if number % count == index and _sha256(file) != expected["sha256"]:
+        if number % count == index and sha256(file) != expected["sha256"]:
             raise DamagedCheckpointError(f"{file}: contents changed, the SHA-256 differs from {MANIFEST}")
 
 
@@ -310,7 +310,7 @@ def _seal(work: Path) -> None:
             continue
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
-        files[name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        files[name] = {"size": file.stat().st_size, "sha256": sha256(file)}
     write_json(work / MANIFEST, {"files": files})
 
 
@@ -320,14 +320,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _is_out_of_space(error: BaseException) -> bool:

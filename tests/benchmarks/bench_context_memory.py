@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from machine import cpu_name
+from machine import cpu_name, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_OF_ONE = 0.35
@@ -114,12 +113,6 @@ def train_arguments(arguments: argparse.Namespace, data: Path, output: Path, mod
     if workers > 1:
         given |= {"parallel.cp": workers, "parallel.attention_mode": mode}
     return [f"--{name}={value}" for name, value in given.items()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure(arguments: argparse.Namespace, data: Path, folder: Path, mode: str, workers: int) -> list[Peaks]:

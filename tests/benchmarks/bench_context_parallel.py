@@ -16,7 +16,6 @@ import argparse
 import datetime
 import importlib.util
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+from machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_RATIO, MOST_OVER_ONE = 2.0, 1.15
@@ -118,12 +119,6 @@ def work(arguments: argparse.Namespace) -> None:
         barrier()
         if rank == 0:
             print("ms", 1e3 * (time.perf_counter() - start), flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_job(kind: str, size: int) -> list[float]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import free_port
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -157,13 +157,6 @@ def program(kind: str) -> str:
         return f"mindspore-lite {LITE}"
     package = "onnxruntime" if kind == "onnx" else "mindspore"
     return f"{package} {importlib.metadata.version(package)}"
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def size(folder: Path) -> float:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark says about the machine it ran on."""
+"""What benchmarks ask the machine they run on."""
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 from pathlib import Path
 
 
@@ -14,3 +15,10 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return f"{line.split(':')[1].strip()} x {os.cpu_count()}"
     return platform.processor()
+
+
+def free_port() -> int:
+    """A port of this host that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ from ms_longctx.export.environment import find_python37, lite_python
 from ms_longctx.export.plan import Plan
 from ms_longctx.export.serving import export_serving
 from tests.export.tiny import PROMPTS, greedy, tiny_model
+from tests.parallel.processes import free_port
 
 
 def _missing() -> str:
@@ -31,12 +31,6 @@ def _missing() -> str:
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_missing()), reason=_missing() or "Python 3.7 is there")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,18 +14,12 @@ import pytest
 
 from ms_longctx import kernels
 from ms_longctx.parallel.world import LaunchError, join_world, read_launch
-from tests.parallel.processes import HERE, environment
+from tests.parallel.processes import HERE, environment, free_port
 
 WORKER = str(HERE / "world_worker.py")
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 MSRUN, MPIRUN = shutil.which("msrun", path=PATH), shutil.which("mpirun", path=PATH)
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no kernel library")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_msrun(folder: Path, size: int, port: int, scenario: str, target: str = "CPU", *more: str) -> subprocess.Popen:

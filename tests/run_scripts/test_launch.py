@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ms_longctx import kernels
+from tests.parallel.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("rank_program.py")
@@ -65,12 +66,6 @@ def runs(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 @needs_kernels

@@ -12,7 +12,6 @@ import gzip
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from ms_longctx.data.tokenizer import load_tokenizer
 from ms_longctx.parallel.strategy import Strategy
 from ms_longctx.train.workers import Workers
 from tests.models.reference import torch_model
-from tests.parallel.processes import ROOT, Job, check, environment
+from tests.parallel.processes import ROOT, Job, check, environment, free_port
 
 STEPS = 10
 LONG = dict.fromkeys(("dp2 cp2 ring", "cp4 ulysses recompute lora"), pytest.mark.long)
@@ -42,12 +41,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, int, bool]] = {
     "dp2 cp2 ring": ({"dp": 2, "cp": 2, "attention_mode": "ring"}, False, 1, False),
     "cp4 ulysses recompute lora": ({"cp": 4, "attention_mode": "ulysses"}, True, 1, True),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def real_text() -> list[bytes]:
