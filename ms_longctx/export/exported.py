@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.export.manifest import GraphInfo, Manifest, read_manifest
+from ms_longctx.export.manifest import GraphInfo, Manifest, read_manifest, verify_files
 from ms_longctx.export.session import CacheSession
 from ms_longctx.generation.engine import Engine
 
@@ -44,6 +44,7 @@ class ExportedModel:
             raise MsLongctxError(
                 f"{folder}: an export of format {self.manifest.format}, expected one of format {self.format}"
             )
+        self._verified: set[str] = set()
 
     @property
     def config(self) -> LlamaConfig:
@@ -108,6 +109,15 @@ class ExportedModel:
                     f"{['any' if size is None else size for size in info.shape]}"
                 )
         return self.execute(graph, inputs)
+
+    def verify(self, *names: str) -> None:
+        """Compare files with the manifest before they are used, each once.
+
+        Raises:
+            MsLongctxError: a file is missing or has changed.
+        """
+        verify_files(self.folder, self.manifest, set(names) - self._verified)
+        self._verified.update(names)
 
     def execute(self, graph: GraphInfo, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Execute one graph on arrays that fit it."""

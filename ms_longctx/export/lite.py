@@ -90,14 +90,21 @@ def write_lite(
     route: Route = "onnx",
 ) -> None:
     """Write one graph for Lite to ``path``, whose suffix says the type."""
-    if route == "rewrite":
-        write_rewritten(model, plan, graph, path)
-        return
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        source = Path(scratch) / f"{path.stem}.onnx"
-        write_onnx(model, plan, graph, source)
-        command = [str(python), _worker(), "convert", str(source), str(path.with_suffix("")), path.suffix[1:], weights]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+        made = Path(scratch) / path.name
+        if route == "rewrite":
+            write_rewritten(model, plan, graph, made)
+        else:
+            source = made.with_suffix(".onnx")
+            write_onnx(model, plan, graph, source)
+            _convert(python, source, made, weights)
+        shutil.copyfile(made, path)  # MindSpore and Lite make files for the owner alone
+
+
+def _convert(python: Path, source: Path, path: Path, weights: Weights) -> None:
+    """One ONNX file to ``path`` by Lite's converter."""
+    command = [str(python), _worker(), "convert", str(source), str(path.with_suffix("")), path.suffix[1:], weights]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
     if result.returncode or not path.is_file():
         lines = [line for line in (result.stdout + result.stderr).splitlines() if "ERROR" in line or "Error" in line]
         raise MsLongctxError(

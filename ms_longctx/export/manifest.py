@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,17 +141,14 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def verify_files(folder: Path, manifest: Manifest, names: list[str]) -> None:
-    """Compare files with the manifest.
-
-    Args:
-        names: beginnings of the names to check: a graph and the weights beside it.
+def verify_files(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Compare the files ``names`` of those in the manifest with it.
 
     Raises:
         MsLongctxError: a file is missing or has changed.
     """
     for name, found in manifest.files.items():
-        if not any(name.startswith(wanted) for wanted in names):
+        if name not in names:
             continue
         path = folder / name
         if not path.is_file():

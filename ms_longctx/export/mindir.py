@@ -3,38 +3,41 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import stat
+import functools
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore._c_expression import _encrypt
+from mindspore.train import mind_ir_pb2 as mind_ir
 from numpy.typing import NDArray
 
-from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.export.exported import ExportedModel
 from ms_longctx.export.key import ENCRYPTION
-from ms_longctx.export.manifest import GraphInfo, Manifest, verify_files
+from ms_longctx.export.manifest import GraphInfo, Manifest
 from ms_longctx.export.plan import Plan
 from ms_longctx.export.session import CacheSession
 from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
+from ms_longctx.export.weights import WEIGHTS, WeightsFile
 from ms_longctx.generation.engine import Engine
 from ms_longctx.models.checkpoint import as_dtype
 from ms_longctx.models.llama import LlamaForCausalLM
 
 SUFFIX = ".mindir"
+_ALIGNMENT = 64
+_HEADER = int(sys.byteorder == "little").to_bytes(1, "little") + bytes(_ALIGNMENT - 1)
 
 
 def export_mindir(model: LlamaForCausalLM, folder: Path, plan: Plan, key: bytes | None = None) -> Manifest:
-    """Write the graphs of ``plan``, tokenizer, configuration and manifest.
+    """Write the graphs of ``plan``, their weights, tokenizer, configuration and manifest.
 
-    MindSpore keeps the weights of a model above 1 GB in ``NAME_variables/`` beside ``NAME_graph.mindir``; files of
-    equal content are stored once.
+    The weights are in one file beside the graphs, in the form that ``ms.export`` gives to models above 1 GB.
 
     Args:
         model: adapters merged.
@@ -46,22 +49,51 @@ def export_mindir(model: LlamaForCausalLM, folder: Path, plan: Plan, key: bytes 
         MsLongctxError: the model cannot be exported with this plan.
     """
     plan.check(model.config)
+    graphs = plan.graphs(model.config, dtype_name(model), SUFFIX)
+    seal = functools.partial(_encrypted, key) if key else None
     with new_directory(folder) as partial:
-        graphs = []
-        for graph in plan.graphs(model.config, dtype_name(model), SUFFIX):
-            write_mindir(model, plan, graph, partial / graph.file, key)
-            split = f"{graph.file.removesuffix(SUFFIX)}_graph{SUFFIX}"
-            graphs.append(_renamed(graph, split) if (partial / split).is_file() else graph)
-        _store_once(partial)
+        with WeightsFile(partial, _ALIGNMENT, _HEADER, seal) as weights:
+            for graph in graphs:
+                content = _write_weights(*_export_graph(model, plan, graph), weights)
+                (partial / graph.file).write_bytes(content if seal is None else seal(content))
         write_model_files(model, partial)
         return finish(partial, model, plan, graphs, "mindir", encryption=ENCRYPTION if key else None)
 
 
-def write_mindir(model: LlamaForCausalLM, plan: Plan, graph: GraphInfo, path: Path, key: bytes | None = None) -> None:
-    """Export one graph to ``path``."""
+def _export_graph(
+    model: LlamaForCausalLM, plan: Plan, graph: GraphInfo
+) -> tuple[mind_ir.ModelProto, dict[str, Parameter]]:
+    """One graph without the content of its parameters, and these parameters by name.
+
+    ``ms.export`` hands the graph to a function and writes what that leaves of it: nothing.
+    """
     net, inputs = build_graph(model, plan, graph)
-    options = {"enc_key": key, "enc_mode": ENCRYPTION} if key else {}
-    ms.export(net, *inputs, file_name=str(path), file_format="MINDIR", **options)
+    found = mind_ir.ModelProto()
+
+    def take(exported: mind_ir.ModelProto) -> None:
+        found.CopyFrom(exported)
+        exported.Clear()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        ms.export(net, *inputs, file_name=f"{scratch}/nothing", file_format="MINDIR", custom_func=take)
+    return found, net.parameters_dict()
+
+
+def _write_weights(graph: mind_ir.ModelProto, parameters: dict[str, Parameter], weights: WeightsFile) -> bytes:
+    """Put the parameters of a graph into the file; the graph that refers to them, as it is stored."""
+    for described in graph.graph.parameter:
+        content = parameters[described.name.split(":", 1)[-1]].data.get_bytes()
+        described.external_data.location = WEIGHTS
+        described.external_data.offset = weights.place(content)
+        described.external_data.length = len(content)
+    stored: bytes = graph.SerializeToString()
+    return stored
+
+
+def _encrypted(key: bytes, content: bytes) -> bytes:
+    """As ``ms.export`` encrypts, for ``ms.load`` to read."""
+    sealed: bytes = _encrypt(content, len(content), key, len(key), ENCRYPTION)
+    return sealed
 
 
 class MindIRModel(ExportedModel):
@@ -127,8 +159,7 @@ class MindIRModel(ExportedModel):
             MsLongctxError: the file is damaged, or the key is wrong.
         """
         if graph.file not in self._loaded:
-            stem = graph.file.removesuffix(SUFFIX).removesuffix("_graph")
-            verify_files(self.folder, self.manifest, [graph.file, f"{stem}_variables/"])
+            self.verify(graph.file, WEIGHTS)
             options = {"dec_key": self._key, "dec_mode": ENCRYPTION} if self._key else {}
             try:
                 self._loaded[graph.file] = nn.GraphCell(ms.load(str(self.folder / graph.file), **options))
@@ -136,24 +167,3 @@ class MindIRModel(ExportedModel):
                 reason = "the key of --key_file is not the one it was encrypted with" if self._key else str(error)
                 raise MsLongctxError(f"{self.folder / graph.file}: cannot be loaded: {reason}") from error
         return self._loaded[graph.file]
-
-
-def _renamed(graph: GraphInfo, file: str) -> GraphInfo:
-    return GraphInfo(graph.role, file, graph.chunk, graph.length, graph.inputs, graph.outputs)
-
-
-def _store_once(folder: Path) -> None:
-    """Make hard links of weight files with equal content: prefill and decode have the same weights."""
-    first: dict[str, Path] = {}
-    for path in sorted(folder.glob("*_variables/data_*")):
-        digest = sha256(path)
-        if digest not in first:
-            first[digest] = path
-            continue
-        try:
-            path.unlink()
-            os.link(first[digest], path)
-        except OSError:  # a file system without links: copy the content back
-            logging.getLogger(__name__).info("%s cannot be linked, it is copied", path)
-            path.write_bytes(first[digest].read_bytes())
-            path.chmod(stat.S_IRUSR)

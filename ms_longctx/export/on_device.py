@@ -26,9 +26,7 @@ here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 source_dir=$1
 target=${{2:-ascend_oriented}}
 for graph in {graphs}; do
-    model="$source_dir/$graph.mindir"
-    [ -f "$model" ] || model="$source_dir/${{graph}}_graph.mindir"  # above 1 GB
-    converter_lite --fmk=MINDIR --modelFile="$model" --outputFile="$here/${{graph}}_ascend" \\
+    converter_lite --fmk=MINDIR --modelFile="$source_dir/$graph.mindir" --outputFile="$here/${{graph}}_ascend" \\
         --saveType=MINDIR --optimize="$target" --configFile="$here/{config}"
 done
 """

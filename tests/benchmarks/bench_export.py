@@ -3,16 +3,18 @@
 """Every export format of SmolLM2-135M-Instruct, opened by the program it is for and compared with the model.
 
 One row a format: largest difference of logits over a prompt and 47 forced tokens, whether the greedy answer is the
-same, size of the directory, and median time of a token. The reference is the model itself in fp32.
+same (that is, each of the 48 likeliest tokens), size of the directory, and median time of a token. The first row is
+the model itself in fp32, which is the reference.
 
-``python tests/benchmarks/bench_export.py [--only onnx] [--folder DIR]``: an export that is in DIR already is not
-written again.
+``python tests/benchmarks/bench_export.py [--only onnx] [--folder DIR] [--write]``: an export that is in DIR already
+is not written again; ``--write`` only writes, so that a second run can measure on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import statistics
 import subprocess
 import sys
@@ -28,11 +30,12 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ms_longctx import assets  # noqa: E402
+from ms_longctx import __version__, assets  # noqa: E402
 from ms_longctx.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from ms_longctx.device import select_device  # noqa: E402
 
 LENGTH, CHUNK, COUNT = 256, 64, 48
+CLIENT = Path(__file__).with_name("serving_client.py")
 PROMPT = "Explain in two sentences why the sky is blue. " * 8
 
 
@@ -43,27 +46,25 @@ class Reference:
         prompt: token ids.
         tokens: its greedy answer, ``COUNT`` ids.
         logits: ``(COUNT, V)``, from which they were chosen.
-        text: the answer.
-        milliseconds: median of a token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.model = load(None)
-        self.tokenizer = tokenizer
-        messages = [{"role": "user", "content": PROMPT}]
-        self.prompt = tokenizer.encode_chat(messages, add_generation_prompt=True)
         from ms_longctx.generation.generate import make_engine
 
-        self.logits, self.milliseconds = run(make_engine(self.model, [self.prompt], COUNT), None)
-        self.tokens = self.logits.argmax(-1).tolist()
-        self.text = tokenizer.decode(self.tokens)
+        messages = [{"role": "user", "content": PROMPT}]
+        self.prompt = tokenizer.encode_chat(messages, add_generation_prompt=True)
+        model = load("fp32")
+        run(make_engine(model, [self.prompt], COUNT), None)  # compiles
+        self.logits, milliseconds = run(make_engine(model, [self.prompt], COUNT), None)
+        self.tokens: list[int] = self.logits.argmax(-1).tolist()
+        row("the model", f"ms_longctx {__version__}", self, self.logits, None, milliseconds)
 
 
-def load(dtype: str | None) -> Any:
+def load(dtype: str) -> Any:
     """SmolLM2-135M-Instruct in ``dtype``."""
     from ms_longctx.generation.loading import load_model
 
-    return load_model(assets.fetch(assets.SMOLLM2_135M), dtype=dtype or "fp32")
+    return load_model(assets.fetch(assets.SMOLLM2_135M), dtype=dtype)
 
 
 def run(engine: Any, tokens: list[int] | None) -> tuple[NDArray[np.float32], float]:
@@ -83,6 +84,7 @@ def formats() -> dict[str, tuple[str, Callable[[Any, Path], Any]]]:
     from ms_longctx.export.mindir import export_mindir
     from ms_longctx.export.onnx import export_onnx
     from ms_longctx.export.plan import Plan
+    from ms_longctx.export.serving import export_serving
 
     plan, key = Plan((LENGTH,), chunk=CHUNK), bytes(range(32))
     return {
@@ -95,55 +97,44 @@ def formats() -> dict[str, tuple[str, Callable[[Any, Path], Any]]]:
         "lite_ms_fp16": ("fp32", lambda model, folder: export_lite(model, folder, plan, "ms", "fp16")),
         "lite_mindir": ("fp32", lambda model, folder: export_lite(model, folder, plan, "mindir")),
         "lite_rewritten": ("fp32", lambda model, folder: export_lite(model, folder, plan, "mindir", "fp32", "rewrite")),
+        "serving": ("fp32", lambda model, folder: export_serving(model, folder, plan)),
     }
 
 
+def write(name: str, folder: Path) -> None:
+    """Write one format unless it is there."""
+    dtype, export = formats()[name]
+    if not folder.exists():
+        export(load(dtype), folder)
+
+
 def measure(name: str, reference: Reference, folder: Path) -> None:
-    """Write and open one format; print its row."""
+    """Open one format and print its row."""
     from ms_longctx.export.open import open_export
 
-    dtype, write = formats()[name]
-    if not folder.exists():
-        write(reference.model if dtype == "fp32" else load(dtype), folder)
     exported = open_export(folder, bytes(range(32)) if "encrypted" in name else None)
     logits, milliseconds = run(exported.engine([reference.prompt], COUNT), reference.tokens)
-    greedy = run(exported.engine([reference.prompt], COUNT), None)[0].argmax(-1).tolist()
-    same = reference.tokenizer.decode(greedy) == reference.text
-    row(
-        name, program(exported.format), float(np.abs(logits - reference.logits).max()), same, size(folder), milliseconds
-    )
+    row(name, program(exported.format), reference, logits, folder, milliseconds)
 
 
 def measure_serving(reference: Reference, folder: Path) -> None:
-    """Write the servable folder, serve it, and let its client answer over both transports."""
+    """Serve the folder and ask over both transports; print a row for each."""
     from ms_longctx.export.environment import SERVING, lite_python
-    from ms_longctx.export.plan import Plan
-    from ms_longctx.export.serving import export_serving
 
-    if not folder.exists():
-        export_serving(reference.model, folder, Plan((LENGTH,), chunk=CHUNK))
+    python = str(lite_python())
     ports = {"grpc": free_port(), "rest": free_port()}
-    command = [str(lite_python()), "server.py", "--grpc_port", str(ports["grpc"]), "--rest_port", str(ports["rest"])]
+    command = [python, "server.py", "--grpc_port", str(ports["grpc"]), "--rest_port", str(ports["rest"])]
     server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None and any(line.startswith("serving ") for line in server.stdout)
-        for transport, port in ports.items():
-            ask = [sys.executable, str(folder / "client.py"), "--transport", transport]
-            ask += ["--address", f"127.0.0.1:{port}", "--prompt", PROMPT, "--max_new_tokens"]
-            seconds = {}
-            for count in (2, 1, COUNT):  # the first warms the server
-                started = time.perf_counter()
-                answer = subprocess.run([*ask, str(count)], capture_output=True, text=True, check=True).stdout
-                seconds[count] = time.perf_counter() - started
-            milliseconds = (seconds[COUNT] - seconds[1]) / (COUNT - 1) * 1000
-            row(
-                f"serving {transport}",
-                f"mindspore-serving {SERVING}",
-                None,
-                answer.strip() == reference.text,
-                size(folder),
-                milliseconds,
-            )
+        with tempfile.TemporaryDirectory() as scratch:
+            request, output = Path(scratch) / "request.json", Path(scratch) / "logits.npy"
+            request.write_text(json.dumps({"ids": reference.prompt, "tokens": reference.tokens[:-1]}))
+            for transport, port in ports.items():
+                ask = [python, str(CLIENT), str(folder), transport, f"127.0.0.1:{port}", str(request), str(output)]
+                printed = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout
+                version = f"mindspore-serving {SERVING}"
+                row(f"serving {transport}", version, reference, np.load(output), folder, float(printed))
     finally:
         server.terminate()
         server.wait(30)
@@ -164,25 +155,38 @@ def size(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink()) / 1e6
 
 
-def row(name: str, program: str, difference: float | None, same: bool, megabytes: float, milliseconds: float) -> None:
+def row(
+    name: str,
+    program: str,
+    reference: Reference,
+    logits: NDArray[np.float32],
+    folder: Path | None,
+    milliseconds: float,
+) -> None:
     """Print a row of the table."""
-    shown = "" if difference is None else f"{difference:.1e}"
-    print(f"| {name} | {program} | {shown} | {'yes' if same else 'no'} | {megabytes:.0f} MB | {milliseconds:.0f} ms |")
-    sys.stdout.flush()
+    difference = float(np.abs(logits - reference.logits).max())
+    same = "yes" if logits.argmax(-1).tolist() == reference.tokens else "no"
+    megabytes = "" if folder is None else f"{size(folder):.0f} MB"
+    print(f"| {name} | {program} | {difference:.1e} | {same} | {megabytes} | {milliseconds:.1f} ms |", flush=True)
 
 
 def main() -> None:
     """Measure all formats, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*formats(), "serving"], help="this format only")
+    parser.add_argument("--only", choices=formats(), help="this format only")
     parser.add_argument("--folder", type=Path, help="keep the exports there")
+    parser.add_argument("--write", action="store_true", help="write them, measure nothing")
     args = parser.parse_args()
     select_device("CPU")
-    reference = Reference(load_tokenizer(assets.fetch(assets.SMOLLM2_135M)))
-    print(f"answer of the model ({reference.milliseconds:.0f} ms a token): {reference.text}")
     with tempfile.TemporaryDirectory() as scratch:
         home = args.folder or Path(scratch)
-        for name in [args.only] if args.only else [*formats(), "serving"]:
+        names = [args.only] if args.only else list(formats())
+        for name in names:
+            write(name, home / name)
+        if args.write:
+            return
+        reference = Reference(load_tokenizer(assets.fetch(assets.SMOLLM2_135M)))
+        for name in names:
             if name == "serving":
                 measure_serving(reference, home / name)
             else:

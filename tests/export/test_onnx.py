@@ -25,11 +25,15 @@ def test_onnx_equals_the_model(fields: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_model(**fields)
     export_onnx(model, tmp_path / "out", Plan((21,), batch_size=2, chunk=5))
     exported = OnnxModel(tmp_path / "out")
+    sizes = {name: found["bytes"] for name, found in exported.manifest.files.items()}
+    weights = sum(parameter.nbytes for parameter in model.get_parameters())
+    assert weights - 5 * 1024 < sizes["weights.bin"] < weights + 4096 * 20
     for graph in exported.manifest.graphs:
         session = exported.load(graph)
         assert [value.name for value in session.get_inputs()] == [info.name for info in graph.inputs]
         assert [value.name for value in session.get_outputs()] == [info.name for info in graph.outputs]
         assert [value.shape for value in session.get_inputs()] == [info.shape for info in graph.inputs]
+        assert sizes[graph.file] < 50_000  # the weights are not in the graphs
     logits = exported.engine(PROMPTS, 8).prefill()
     for row, prompt in zip(logits, PROMPTS, strict=True):
         wanted = model(Tensor(np.array([prompt], np.int32))).asnumpy()[0, -1]
