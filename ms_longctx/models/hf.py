@@ -22,7 +22,7 @@ from ms_longctx.data.tokenizer_files import write_tokenizer
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import StoredPart, stored_parts
 from ms_longctx.models.hf_config import read_config, read_json, write_config
-from ms_longctx.models.safetensors_io import StoredTensor, read_header, tensor_bytes, write_file
+from ms_longctx.models.safetensors_io import FLOATS, StoredTensor, read_header, tensor_bytes, write_file
 from ms_longctx.parallel.slices import Piece
 
 SINGLE_FILE = "model.safetensors"
@@ -49,7 +49,7 @@ class HfCheckpoint:
     def __init__(self, folder: Path, **overrides: Any) -> None:
         self.path = folder
         self.config = read_config(folder, **overrides)
-        self._tensors = _find_tensors(folder)
+        self._tensors = find_tensors(folder)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its name."""
@@ -65,16 +65,21 @@ class HfCheckpoint:
         return {tensor.dtype for tensor in self._tensors.values()}
 
 
-def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
+def find_tensors(folder: Path, types: tuple[str, ...] = FLOATS) -> dict[str, StoredTensor]:
+    """The tensors of a directory, in one file or several; see :func:`~ms_longctx.models.safetensors_io.read_header`.
+
+    Raises:
+        MsLongctxError: files are missing, broken, contradict their index or hold other types.
+    """
     if (folder / SINGLE_FILE).is_file():
-        return read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE, types)
     index = folder / INDEX_FILE
     if not index.is_file():
         raise MsLongctxError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}; convert the weights to safetensors")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise MsLongctxError(f"{index}: has no weight_map")
-    headers = {shard: read_header(folder / shard) for shard in sorted(set(weight_map.values()))}
+    headers = {shard: read_header(folder / shard, types) for shard in sorted(set(weight_map.values()))}
     tensors = {}
     for name, shard in weight_map.items():
         if name not in headers[shard]:

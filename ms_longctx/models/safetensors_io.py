@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing the safetensors format tensor by tensor (https://github.com/huggingface/safetensors).
 
-The format: 8 bytes little-endian length of the header, the header in JSON (name -> dtype, shape,
-    data_offsets), the
+The format: 8 bytes little-endian length of the header, the header in JSON (name -> dtype, shape, data_offsets), the
 data. The safetensors package cannot give bf16 to numpy, and its writer wants a whole file's tensors in
 memory.
 """
@@ -25,13 +24,18 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    "I8": np.dtype("i1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
 }
+FLOATS = ("F32", "F16", "BF16")
+INTEGERS = ("I8", "I32", "I64")  # of quantized models
 _MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: its file, safetensors type name (F32, F16, BF16), shape and first byte."""
+    """Where one tensor lies: its file, safetensors type name (``FLOATS``, ``INTEGERS``), shape and first byte."""
 
     path: Path
     dtype: str
@@ -39,7 +43,7 @@ class StoredTensor:
     offset: int
 
     def read(self) -> np.ndarray:
-        """The values in memory of their own: fp32 (also for bf16, exactly) or fp16."""
+        """The values in memory of their own: fp32 (also for bf16, exactly), fp16 or integers."""
         count = math.prod(self.shape)
         array = np.fromfile(self.path, _NUMPY_TYPES[self.dtype], count, offset=self.offset)
         if array.size != count:
@@ -60,11 +64,15 @@ class StoredTensor:
         return (array.astype(np.uint32) << 16).view(np.float32) if self.dtype == "BF16" else array
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path, types: tuple[str, ...] = FLOATS) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file.
 
+    Args:
+        path: the file.
+        types: of tensors that the caller can use.
+
     Raises:
-        MsLongctxError: not a safetensors file, shorter than its header says, or a type that is not a float.
+        MsLongctxError: not a safetensors file, shorter than its header says, or a tensor of another type.
     """
     try:
         size = path.stat().st_size
@@ -74,7 +82,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise ValueError("the header is longer than the file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+        tensors = {name: _stored(path, name, entry, 8 + length, size, types) for name, entry in header.items()}
     except OSError as error:
         raise MsLongctxError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -82,11 +90,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored(path: Path, name: str, entry: dict[str, Any], start: int, size: int) -> StoredTensor:
+def _stored(
+    path: Path, name: str, entry: dict[str, Any], start: int, size: int, types: tuple[str, ...]
+) -> StoredTensor:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if dtype not in _NUMPY_TYPES:
-        raise MsLongctxError(f"{path}: {name} has type {dtype}; expected F32, F16 or BF16")
+    if dtype not in types:
+        expected = f"{', '.join(types[:-1])} or {types[-1]}"
+        raise MsLongctxError(f"{path}: {name} has type {dtype}; expected {expected}")
     if end - begin != math.prod(shape) * _NUMPY_TYPES[dtype].itemsize or begin < 0:
         raise ValueError(f"the size of {name} contradicts its shape")
     if start + end > size:

@@ -145,6 +145,8 @@ def _pack(model: LlamaForCausalLM, source: QuantizedCheckpoint) -> None:
             name = f"{path}.{attribute}.weight".lstrip(".")
             if not isinstance(child, Linear | Embedding) or name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
+            if name in shapes:
+                _check_shape(source, name, shapes[name], tuple(child.weight.shape))
             replacement = _replacement(source, name, f"{name[:-6]}bias" in shapes)
             if replacement is not None:
                 cell.insert_child_to_cell(attribute, replacement)
@@ -155,11 +157,15 @@ def _pack(model: LlamaForCausalLM, source: QuantizedCheckpoint) -> None:
         model.insert_child_to_cell("lm_head", head)
     for name, parameter in model.parameters_and_names():
         if name in shapes:
-            if shapes[name] != tuple(parameter.shape):
-                raise MsLongctxError(f"{source.path}: {name} has shape {shapes[name]}, expected {parameter.shape}")
+            _check_shape(source, name, shapes[name], tuple(parameter.shape))
             parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(source.read(name), np.float32)))
         elif not name.endswith((".values", ".scales", ".zeros")):
             raise MsLongctxError(f"{source.path}: no tensor {name}; the model is not complete")
+
+
+def _check_shape(source: QuantizedCheckpoint, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise MsLongctxError(f"{source.path}: {name} has shape {found}, expected {expected}")
 
 
 def _replacement(source: QuantizedCheckpoint, name: str, has_bias: bool) -> Packed | None:
@@ -169,7 +175,7 @@ def _replacement(source: QuantizedCheckpoint, name: str, has_bias: bool) -> Pack
     if isinstance(weight, Int4Weight):
         matrix = weight.packed()
     else:
-        matrix = weight.packed(source.int8_inputs(name) if ".layers." in name else False)
+        matrix = weight.packed(source.int8_inputs(name))
     if matrix is None:
         return None
     if name == "model.embed_tokens.weight":

@@ -27,6 +27,7 @@ from ms_longctx.quant.weights import Int4Weight, Int8Weight
 LAYOUTS = ("awq", "compressed-tensors")
 ROW_SCALES = "row_scales.npz"  # of an embedding or head in int8; other programs read its values as fp16
 REPORT = "quantization_report.json"
+_FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 _TYPES = {"int8": "I8", "int32": "I32", "int64": "I64", "float16": "F16", "float32": "F32"}
 
 
@@ -76,7 +77,8 @@ def _write(model: QuantizedModel, partial: Path, layout: str, report: dict[str, 
     write_config(config, partial, "float16")
     path = partial / CONFIG_FILE
     values = json.loads(path.read_text(encoding="utf-8"))
-    values["quantization_config"] = _awq_config(model) if layout == "awq" else _compressed_config(model)
+    if any(model.levels.get(unit) != KEPT for unit in model.units()):
+        values["quantization_config"] = _awq_config(model) if layout == "awq" else _compressed_config(model)
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(model.source.path, partial)
@@ -135,8 +137,14 @@ def _awq_config(model: QuantizedModel) -> dict[str, Any]:
         "group_size": model.method.group,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": _modules(model, KEPT) or None,
+        "modules_to_not_convert": [*_modules(model, KEPT), *_fused(model)] or None,
     }
+
+
+def _fused(model: QuantizedModel) -> list[str]:
+    """Kept modules by the names they have in vLLM, which looks up the fused ones only."""
+    pairs = [(layer, unit) for layer, unit in model.units() if model.levels.get((layer, unit)) == KEPT]
+    return [f"model.layers.{layer}.{_FUSED[unit]}" for layer, unit in pairs if unit in _FUSED]
 
 
 def _compressed_config(model: QuantizedModel) -> dict[str, Any]:
@@ -148,6 +156,8 @@ def _compressed_config(model: QuantizedModel) -> dict[str, Any]:
     formats = {group["format"] for group in groups}
     if len(groups) == 1:
         groups[0]["targets"] = ["Linear"]
+    # Packed execution in transformers takes one format for all; so told, it unpacks while it loads. vLLM ignores it.
+    unpacked = {"run_compressed": False} if len(formats) > 1 else {}
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -156,6 +166,7 @@ def _compressed_config(model: QuantizedModel) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "ignore": ["lm_head", *_modules(model, KEPT)],
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+        **unpacked,
     }
 
 

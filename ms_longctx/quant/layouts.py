@@ -77,14 +77,21 @@ def awq_arrays(weight: Int4Weight) -> Arrays:
 
 
 def read_awq(read: Reader) -> Int4Weight:
-    """The matrix that :func:`awq_arrays` or AutoAWQ stored."""
-    scales = read("scales").astype(np.float16).T
-    qweight = read("qweight").view(np.int32)
-    rows = scales.shape[0]
-    q = unpack_bits(qweight, 4, rows, AWQ_ORDER).T
-    zeros = unpack_bits(read("qzeros").view(np.int32), 4, rows, AWQ_ORDER).T
-    group = q.shape[1] // scales.shape[1]
-    return Int4Weight(np.ascontiguousarray(q), np.ascontiguousarray(scales), np.ascontiguousarray(zeros), group)
+    """The matrix that :func:`awq_arrays` or AutoAWQ stored.
+
+    Raises:
+        ValueError: the tensors do not fit together.
+    """
+    scales, qweight, qzeros = read("scales"), read("qweight"), read("qzeros")
+    groups, rows = scales.shape
+    columns = len(qweight)
+    _expect_shape("qweight", qweight, (columns, -(-rows // 8)))
+    _expect_shape("qzeros", qzeros, (groups, -(-rows // 8)))
+    q = unpack_bits(qweight.view(np.int32), 4, rows, AWQ_ORDER).T
+    zeros = unpack_bits(qzeros.view(np.int32), 4, rows, AWQ_ORDER).T
+    return Int4Weight(
+        np.ascontiguousarray(q), _half_scales(scales.T), np.ascontiguousarray(zeros), _group(columns, groups)
+    )
 
 
 def packed_arrays(weight: Int4Weight | Int8Weight) -> Arrays:
@@ -117,19 +124,26 @@ def read_packed(read: Reader, has_zeros: bool, bits: int, symmetric_zero: int = 
         has_zeros: whether zero points are stored; otherwise all are ``symmetric_zero``.
         bits: 4 or 8.
         symmetric_zero: zero point of symmetric int4.
+
+    Raises:
+        ValueError: the tensors do not fit together.
     """
     rows, columns = (int(n) for n in read("weight_shape"))
-    values = unpack_bits(read("weight_packed").view(np.int32), bits, columns)
-    scales = read("weight_scale")
+    packed, scales = read("weight_packed"), read("weight_scale")
+    _expect_shape("weight_packed", packed, (rows, -(-columns * bits // 32)))
+    values = unpack_bits(packed.view(np.int32), bits, columns)
     if bits == 8:
-        return Int8Weight((values.astype(np.int16) - 128).astype(np.int8), scales.astype(np.float32).reshape(rows))
-    groups = scales.shape[1]
+        return Int8Weight((values.astype(np.int16) - 128).astype(np.int8), _row_scales(scales, rows))
+    groups = scales.shape[-1]
+    _expect_shape("weight_scale", scales, (rows, groups))
     if has_zeros:
-        zeros = unpack_bits(np.ascontiguousarray(read("weight_zero_point").view(np.int32).T), 4, rows).T
+        stored = read("weight_zero_point").view(np.int32)
+        _expect_shape("weight_zero_point", stored, (-(-rows // 8), groups))
+        zeros = unpack_bits(np.ascontiguousarray(stored.T), 4, rows).T
     else:
         zeros = np.full((rows, groups), symmetric_zero, np.uint8)
-    group = -(-columns // groups)
-    return Int4Weight(np.ascontiguousarray(values), scales.astype(np.float16), np.ascontiguousarray(zeros), group)
+    group = _group(columns, groups)
+    return Int4Weight(np.ascontiguousarray(values), _half_scales(scales), np.ascontiguousarray(zeros), group)
 
 
 def int_arrays(weight: Int8Weight) -> Arrays:
@@ -138,5 +152,37 @@ def int_arrays(weight: Int8Weight) -> Arrays:
 
 
 def read_int(read: Reader) -> Int8Weight:
-    """The matrix that :func:`int_arrays` stored."""
-    return Int8Weight(read("weight").astype(np.int8, copy=False), read("weight_scale").astype(np.float32).reshape(-1))
+    """The matrix that :func:`int_arrays` or llm-compressor stored.
+
+    Raises:
+        ValueError: the tensors do not fit together.
+    """
+    q = read("weight").astype(np.int8, copy=False)
+    return Int8Weight(q, _row_scales(read("weight_scale"), len(q)))
+
+
+def _row_scales(scales: NDArray[np.generic], rows: int) -> NDArray[np.float32]:
+    """One a row, from one a row or one for all."""
+    flat = scales.astype(np.float32).reshape(-1)
+    if flat.size not in (1, rows):
+        raise ValueError(f"weight_scale has {flat.size} values for {rows} rows")
+    return np.ascontiguousarray(np.broadcast_to(flat, rows))
+
+
+def _half_scales(scales: NDArray[np.generic]) -> NDArray[np.floating]:
+    """In fp16, as the kernels want them, unless that would change them (models saved in fp32, tiny ones in bf16)."""
+    exact = scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        half = exact.astype(np.float16)
+    return np.ascontiguousarray(half if np.array_equal(half.astype(np.float32), exact) else exact)
+
+
+def _group(columns: int, groups: int) -> int:
+    if groups < 1 or columns % groups:
+        raise ValueError(f"{columns} columns do not make {groups} equal groups")
+    return columns // groups
+
+
+def _expect_shape(name: str, array: NDArray[np.generic], shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name} is {array.shape}, expected {shape}")

@@ -38,13 +38,13 @@ class Int4Weight:
 
     Args:
         q: uint8 ``(n, k)``, 0 to 15.
-        scales: fp16 ``(n, groups)``.
+        scales: fp16 ``(n, groups)``; fp32 of other writers where fp16 would change them.
         zeros: uint8 ``(n, groups)``, 0 to 15.
         group: columns that share a scale; the last group of a row may have fewer.
     """
 
     q: NDArray[np.uint8]
-    scales: NDArray[np.float16]
+    scales: NDArray[np.floating]
     zeros: NDArray[np.uint8]
     group: int
 
@@ -55,8 +55,8 @@ class Int4Weight:
         return (self.q - spread(self.zeros.astype(np.float32), self.group, columns)) * scales
 
     def packed(self) -> PackedMatrix | None:
-        """For the kernels; ``None`` if they cannot read groups of this size."""
-        if not packable(self.q.shape[1], self.group):
+        """For the kernels; ``None`` if they cannot read groups of this size, or scales that fp16 cannot hold."""
+        if self.scales.dtype != np.float16 or not packable(self.q.shape[1], self.group):
             return None
         return PackedMatrix.int4(self.q, self.scales, self.zeros, self.group)
 

@@ -159,7 +159,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "quantized": (
         lambda d: edit_config(d, quantization_config={"bits": 4}),
-        "quantization_config = .* supported",
+        "quantization_config: .* supported",
     ),
     "impossible heads": (
         lambda d: edit_config(d, num_key_value_heads=4),
