@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of int8 and int4 values as the kernels read them (csrc/quant_matrix.h)."""
+"""Matrices of fp16, int8 and int4 values as the kernels read them (csrc/quant_matrix.h)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 
 from ms_longctx.errors import MsLongctxError
 
-FLOAT, INT8, INT8_INPUTS, INT4 = range(4)  # MatrixKind of the kernels; INT8_INPUTS rounds its inputs to int8 as well
+FLOAT, INT8, INT8_INPUTS, INT4, HALF = range(5)  # MatrixKind of the kernels; INT8_INPUTS rounds its inputs as well
 BLOCK, PIECE = 128, 16
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A weight ``(out_features, in_features)`` that takes one byte or half a byte an element.
+    """A weight ``(out_features, in_features)`` that takes two bytes, one byte or half a byte an element.
 
     Args:
-        kind: ``INT8``, ``INT8_INPUTS`` or ``INT4``.
+        kind: ``HALF``, ``INT8``, ``INT8_INPUTS`` or ``INT4``.
         shape: ``(n, k)``.
-        group: columns that share a scale (int4); k for int8.
-        values: int8 ``(n, k)``, or uint8 ``(n, bytes)`` of int4 in the kernels' order.
-        scales: fp32 ``(n,)`` of int8, fp16 ``(n, groups)`` of int4.
+        group: columns that share a scale (int4); k for int8 and fp16.
+        values: fp16 or int8 ``(n, k)``, or uint8 ``(n, bytes)`` of int4 in the kernels' order.
+        scales: fp32 ``(n,)`` of int8, fp16 ``(n, groups)`` of int4, else ``None``.
         zeros: uint8 ``(n, groups)`` of int4, else ``None``.
     """
 
@@ -32,8 +32,14 @@ class PackedMatrix:
     shape: tuple[int, int]
     group: int
     values: NDArray[np.generic]
-    scales: NDArray[np.generic]
+    scales: NDArray[np.generic] | None = None
     zeros: NDArray[np.uint8] | None = None
+
+    @classmethod
+    def half(cls, w: NDArray[np.float16]) -> PackedMatrix:
+        """``w`` itself."""
+        rows, columns = w.shape
+        return cls(HALF, (rows, columns), columns, np.ascontiguousarray(w, np.float16))
 
     @classmethod
     def int8(cls, q: NDArray[np.int8], scales: NDArray[np.float32], quantize_inputs: bool = False) -> PackedMatrix:
@@ -60,7 +66,7 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        return sum(part.nbytes for part in self.arrays())
 
     def arrays(self) -> list[NDArray[np.generic]]:
         """Values, scales and zeros (where there are any)."""
@@ -68,6 +74,8 @@ class PackedMatrix:
 
     def unpack(self) -> NDArray[np.float32]:
         """The weight in fp32."""
+        if self.scales is None:
+            return self.values.astype(np.float32)
         if self.zeros is None:
             scaled: NDArray[np.float32] = self.values.astype(np.float32) * self.scales.astype(np.float32)[:, None]
             return scaled
@@ -87,21 +95,21 @@ def describe(weight: PackedMatrix | NDArray[np.float32]) -> NDArray[np.int64]:
     """A ``Matrix`` of the kernels; it holds addresses, so keep ``weight`` alive."""
     if isinstance(weight, PackedMatrix):
         parts = [part.ctypes.data for part in weight.arrays()]
-        return np.array([weight.kind, weight.group, *parts, 0][:5], np.int64)
+        return np.array([weight.kind, weight.group, *parts, 0, 0][:5], np.int64)
     if not weight.flags.c_contiguous:
         raise ValueError("the kernel needs contiguous arrays")
     return np.array([FLOAT, 0, weight.ctypes.data, 0, 0], np.int64)
 
 
 def make_quant_linear(kind: int, group: int, out_features: int) -> Callable:
-    """``linear(x, values, scales[, zeros])``: ``x (m, k)`` fp32 times the transpose of a packed matrix."""
+    """``linear(x, values[, scales[, zeros]])``: ``x (m, k)`` fp32 times the transpose of a packed matrix."""
     from ms_longctx.kernels.custom import operator
 
     return operator("QuantLinear", lambda x, *parts: [x[0], out_features], lambda x, *parts: x, kind=kind, group=group)
 
 
 def make_quant_rows(kind: int, group: int, columns: int) -> Callable:
-    """``rows(ids, values, scales[, zeros])``: rows ``ids (m,)`` int32 of a packed matrix, fp32 ``(m, columns)``."""
+    """``rows(ids, values[, scales[, zeros]])``: rows ``ids (m,)`` int32 of a packed matrix, fp32 ``(m, columns)``."""
     import mindspore as ms
 
     from ms_longctx.kernels.custom import operator

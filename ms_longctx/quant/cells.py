@@ -19,26 +19,26 @@ from ms_longctx.nn.linear import Linear
 from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 from ms_longctx.quant.weights import Int4Weight
 
+PARTS = ("values", "scales", "zeros")
 _LOSS_TOKENS = 256
 
 
 class Packed(nn.Cell):
-    """Parameters of a packed matrix: ``values``, ``scales`` and, for int4, ``zeros``; none of them trains."""
+    """Parameters of a packed matrix: ``values``, ``scales`` but for fp16, ``zeros`` of int4; none of them trains."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
         self._form = (matrix.kind, matrix.shape, matrix.group)
-        names = ("values", "scales", "zeros")
-        for name, array in zip(names, matrix.arrays(), strict=False):
+        for name, array in zip(PARTS, matrix.arrays(), strict=False):
             setattr(self, name, Parameter(Tensor.from_numpy(array), name=name, requires_grad=False))
-        self.has_zeros = matrix.zeros is not None
+        self.parts = len(matrix.arrays())
 
     @property
     def packed(self) -> PackedMatrix:
         """The matrix, sharing the memory of the parameters."""
         kind, shape, group = self._form
-        zeros = self.zeros.asnumpy() if self.has_zeros else None
-        return PackedMatrix(kind, shape, group, self.values.asnumpy(), self.scales.asnumpy(), zeros)
+        parts = [getattr(self, part).asnumpy() for part in PARTS[: self.parts]]
+        return PackedMatrix(kind, shape, group, *parts)
 
 
 class QuantizedLinear(Packed):
@@ -59,17 +59,19 @@ class QuantizedLinear(Packed):
 
     def construct(self, x: Tensor) -> Tensor:
         rows = ops.reshape(x, (-1, self.in_features))
-        if self.has_zeros:
+        if self.parts == 3:
             y = self.linear(rows, self.values, self.scales, self.zeros)
-        else:
+        elif self.parts == 2:
             y = self.linear(rows, self.values, self.scales)
+        else:
+            y = self.linear(rows, self.values)
         if self.bias is not None:
             y = y + self.bias
         return ops.reshape(y, x.shape[:-1] + (self.out_features,))
 
 
 class QuantizedEmbedding(Packed):
-    """:class:`ms_longctx.nn.embedding.Embedding` with an int8 table."""
+    """:class:`ms_longctx.nn.embedding.Embedding` with an int8 or fp16 table."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__(matrix)
@@ -77,7 +79,8 @@ class QuantizedEmbedding(Packed):
         self.rows = make_quant_rows(matrix.kind, matrix.group, self.columns)
 
     def construct(self, ids: Tensor) -> Tensor:
-        out = self.rows(ops.cast(ops.reshape(ids, (-1,)), ms.int32), self.values, self.scales)
+        ids32 = ops.cast(ops.reshape(ids, (-1,)), ms.int32)
+        out = self.rows(ids32, self.values, self.scales) if self.parts == 2 else self.rows(ids32, self.values)
         return ops.reshape(out, ids.shape + (self.columns,))
 
 
@@ -153,13 +156,14 @@ def _pack(model: LlamaForCausalLM, source: QuantizedCheckpoint) -> None:
     table = model.model.embed_tokens
     if config.tie_word_embeddings and isinstance(table, QuantizedEmbedding):
         head = QuantizedLinear(table.packed)
-        head.values, head.scales = table.values, table.scales
+        for part in PARTS[: table.parts]:  # the same memory
+            setattr(head, part, getattr(table, part))
         model.insert_child_to_cell("lm_head", head)
     for name, parameter in model.parameters_and_names():
         if name in shapes:
             _check_shape(source, name, shapes[name], tuple(parameter.shape))
             parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(source.read(name), np.float32)))
-        elif not name.endswith((".values", ".scales", ".zeros")):
+        elif name.rpartition(".")[2] not in PARTS:
             raise MsLongctxError(f"{source.path}: no tensor {name}; the model is not complete")
 
 
@@ -169,16 +173,19 @@ def _check_shape(source: QuantizedCheckpoint, name: str, found: tuple[int, ...],
 
 
 def _replacement(source: QuantizedCheckpoint, name: str, has_bias: bool) -> Packed | None:
-    weight = source.weight(name)
-    if weight is None:
-        return None
-    if isinstance(weight, Int4Weight):
-        matrix = weight.packed()
-    else:
-        matrix = weight.packed(source.int8_inputs(name))
+    matrix = _packed(source, name)
     if matrix is None:
         return None
     if name == "model.embed_tokens.weight":
         return QuantizedEmbedding(matrix)
     bias = source.read(f"{name[:-6]}bias").astype(np.float32) if has_bias else None
     return QuantizedLinear(matrix, bias)
+
+
+def _packed(source: QuantizedCheckpoint, name: str) -> PackedMatrix | None:
+    """The matrix as the kernels take it; ``None`` if it has to be unpacked to fp32."""
+    weight = source.weight(name)
+    if weight is None:
+        kept = source.half(name)
+        return None if kept is None else PackedMatrix.half(kept)
+    return weight.packed() if isinstance(weight, Int4Weight) else weight.packed(source.int8_inputs(name))

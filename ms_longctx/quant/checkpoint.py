@@ -97,6 +97,11 @@ class QuantizedCheckpoint:
         except ValueError as error:
             raise MsLongctxError(f"{self.path}: the tensors of {module} do not fit together ({error})") from error
 
+    def half(self, name: str) -> NDArray[np.float16] | None:
+        """A matrix that is stored in fp16 as it is, else ``None``."""
+        stored = self._tensors.get(name)
+        return stored.read() if stored is not None and stored.dtype == "F16" else None
+
     def int8_inputs(self, name: str) -> bool:
         """Whether the inputs of this matrix are to be rounded to int8."""
         return name not in self._row_scales and self._scheme.int8_inputs(name.removesuffix(".weight"))

@@ -64,13 +64,27 @@ def test_int8(columns: int, both: bool) -> None:
         check(matrix, x, inputs @ w.T)
 
 
-def test_rows_of_an_embedding() -> None:
+@pytest.mark.parametrize("columns", [576, 100, 33, 7])
+def test_half(columns: int) -> None:
+    rng = np.random.default_rng(2)
+    w = rng.standard_normal((27, columns)).astype(np.float16)
+    w[0], w[1] = 65504, 2.0**-24  # the ends of fp16; the smallest is subnormal
+    matrix = PackedMatrix.half(w)
+    np.testing.assert_array_equal(matrix.unpack(), w)
+    assert matrix.nbytes == 27 * columns * 2
+    for rows in ROWS:
+        x = rng.standard_normal((rows, columns)).astype(np.float32)
+        check(matrix, x, x.astype(np.float64) @ w.astype(np.float64).T)
+
+
+@pytest.mark.parametrize("kind", ["int8", "half"])
+def test_rows_of_an_embedding(kind: str) -> None:
     q = np.arange(-60, 60, dtype=np.int8).reshape(8, 15)
     scales = np.linspace(0.1, 1, 8).astype(np.float32)
-    matrix = PackedMatrix.int8(q, scales)
+    matrix = PackedMatrix.int8(q, scales) if kind == "int8" else PackedMatrix.half(q.astype(np.float16))
     ids = np.array([3, 0, 7, 3], np.int32)
     rows = make_quant_rows(matrix.kind, matrix.group, 15)(Tensor(ids), *map(Tensor, matrix.arrays())).asnumpy()
-    np.testing.assert_array_equal(rows, (q * scales[:, None])[ids])
+    np.testing.assert_array_equal(rows, matrix.unpack()[ids])
 
 
 def test_columns_that_do_not_fill_a_word() -> None:

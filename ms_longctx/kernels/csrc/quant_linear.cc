@@ -11,9 +11,10 @@ struct Form {
   int64_t kind, group;
 };
 
-// Arguments first, first + 1 (and for int4 first + 2) as a matrix.
+// Argument first as a matrix, with first + 1 (not for fp16) and first + 2 (for int4).
 Matrix matrix(const AotArgs& args, int first) {
   const Form& form = attributes<Form>(args);
+  if (form.kind == kHalf) return {form.kind, form.group, args.data[first], nullptr, nullptr};
   const uint8_t* zeros = form.kind == kInt4 ? args.ptr<uint8_t>(first + 2) : nullptr;
   return {form.kind, form.group, args.data[first], args.data[first + 1], zeros};
 }
@@ -22,7 +23,7 @@ int keep_form(AotExtra* extra) { return keep_attributes(extra, Form{extra->GetAt
 
 }  // namespace
 
-// (x (m, k), values, scales[, zeros]) -> (m, n)
+// (x (m, k), values[, scales[, zeros]]) -> (m, n)
 int QuantLinear(const AotArgs& args) {
   const int out = args.count - 1;
   const int64_t n = args.dim(out, 1);
@@ -32,7 +33,7 @@ int QuantLinear(const AotArgs& args) {
 
 int QuantLinearInit(AotExtra* extra) { return keep_form(extra); }
 
-// (ids int32 (m), values, scales[, zeros]) -> (m, k)
+// (ids int32 (m), values[, scales[, zeros]]) -> (m, k)
 int QuantRows(const AotArgs& args) {
   const int out = args.count - 1;
   const int64_t k = args.dim(out, 1), rows = args.dim(1, 0);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices of fp32, int8 or int4 values, read a vector of weights at a time; no matrix is ever unpacked as a whole.
+// Matrices of fp32, fp16, int8 or int4 values, read a vector of weights at a time; no matrix is ever unpacked as a whole.
 //
+// fp16: w (n, k), without scales.
 // int8: q (n, k) and a scale for each row; w = q * scale.
 // int4: groups of consecutive columns with a scale (fp16) and a zero point each; w = (q - zero) * scale. A row is
 // stored in blocks of 128 columns of 64 bytes, as 16 little-endian words of 32 bits: nibble s of word i is column
@@ -14,7 +15,7 @@
 
 namespace MLK_ISA {
 
-enum MatrixKind : int64_t { kFloat = 0, kInt8 = 1, kInt8Both = 2, kInt4 = 3 };  // kInt8Both: int8 inputs as well
+enum MatrixKind : int64_t { kFloat = 0, kInt8 = 1, kInt8Both = 2, kInt4 = 3, kHalf = 4 };  // kInt8Both: int8 inputs as well
 
 // One weight as kernels/quant.py describes it: five int64.
 struct Matrix {
@@ -78,21 +79,27 @@ struct Group {
 #endif
 };
 
-// Calls body(column, lanes, weights, turn) for all vectors of row n of an int8 matrix; the scale is left to the caller.
+// kWidth elements from p, of which only `lanes` are in the row; the others become 0.
+MLK_INLINE vfloat load_elements(const int8_t* p, int lanes) {
+  if (lanes == kWidth) return load_bytes(p);
+  int8_t last[kWidth] = {};
+  std::copy_n(p, lanes, last);
+  return load_bytes(last);
+}
+
+MLK_INLINE vfloat load_elements(const half* p, int lanes) { return lanes == kWidth ? load(p) : load_first(p, lanes); }
+
+// Calls body(column, lanes, weights, turn) for all vectors of a row of int8 or fp16; a scale is left to the caller.
 // `turn` is a number known when compiling: sums kept apart by it hide the latency of additions.
-template <typename Body>
-MLK_INLINE void int8_row(const Matrix& w, int64_t n, int64_t k, Body body) {
-  const int8_t* row = static_cast<const int8_t*>(w.values) + n * k;
+template <typename T, typename Body>
+MLK_INLINE void plain_row(const T* row, int64_t k, Body body) {
   int64_t p = 0;
   for (; p + 4 * kWidth <= k; p += 4 * kWidth) {
 #pragma GCC unroll 4
-    for (int s = 0; s < 4; s++) body(p + s * kWidth, kWidth, load_bytes(row + p + s * kWidth), s);
+    for (int s = 0; s < 4; s++) body(p + s * kWidth, kWidth, load_elements(row + p + s * kWidth, kWidth), s);
   }
-  for (; p + kWidth <= k; p += kWidth) body(p, kWidth, load_bytes(row + p), 0);
-  if (p == k) return;
-  int8_t last[kWidth] = {};
-  std::copy_n(row + p, k - p, last);
-  body(p, static_cast<int>(k - p), load_bytes(last), 0);
+  for (; p + kWidth <= k; p += kWidth) body(p, kWidth, load_elements(row + p, kWidth), 0);
+  if (p < k) body(p, static_cast<int>(k - p), load_elements(row + p, static_cast<int>(k - p)), 0);
 }
 
 // The same for int4, with its scales applied. kGroup: columns a group where that is known when compiling, else 0.
@@ -124,7 +131,8 @@ MLK_INLINE void int4_row(const Matrix& w, int64_t n, int64_t k, Body body) {
 
 template <typename Body>
 MLK_INLINE void quant_row(const Matrix& w, int64_t n, int64_t k, Body body) {
-  if (w.kind != kInt4) return int8_row(w, n, k, body);
+  if (w.kind == kHalf) return plain_row(static_cast<const half*>(w.values) + n * k, k, body);
+  if (w.kind != kInt4) return plain_row(static_cast<const int8_t*>(w.values) + n * k, k, body);
   switch (w.group) {
     case 128: return int4_row<128>(w, n, k, body);
     case 64: return int4_row<64>(w, n, k, body);
@@ -135,7 +143,7 @@ MLK_INLINE void quant_row(const Matrix& w, int64_t n, int64_t k, Body body) {
 
 // What a row's sum is multiplied with.
 MLK_INLINE float row_scale(const Matrix& w, int64_t n) {
-  return w.kind == kInt4 ? 1.f : static_cast<const float*>(w.scales)[n];
+  return w.kind == kInt4 || w.kind == kHalf ? 1.f : static_cast<const float*>(w.scales)[n];
 }
 
 // Row n as fp32; int8 without its scale if `scaled` is false.
