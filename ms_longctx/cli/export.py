@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from ms_longctx.models.llama import LlamaForCausalLM
 
 FORMATS = ("mindir", "onnx", "lite", "serving")
+_LITE_OPTIONS = (
+    ("lite_type", "ms", ("lite",)),
+    ("lite_weights", "fp32", ("lite",)),
+    ("lite_route", "onnx", ("lite", "serving")),
+)
 _EPILOG = """\
 formats:
   mindir   MindSpore's own, for CPU and Ascend; 'ms-longctx generate --model OUTPUT' runs it
@@ -74,18 +79,14 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export and return the exit code."""
     from ms_longctx.export.key import read_key
+    from ms_longctx.export.output import check_output
     from ms_longctx.export.plan import Plan
 
     plan = Plan.parse(args.shapes, args.batch_size, args.chunk)
-    if args.format != "mindir":
-        if args.key_file:
-            raise MsLongctxError(f"--key_file encrypts MindIR; {args.format} files cannot be encrypted")
-        if not plan.lengths:
-            raise MsLongctxError(f"--shapes dynamic is for MindIR; {args.format} needs lengths such as 512,2048")
+    _check_format(args, plan)
     key = read_key(args.key_file) if args.key_file else None
     output = Path(args.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise MsLongctxError(f"--output {output} exists already; choose another or remove it")
+    check_output(output)
 
     from ms_longctx.generation.loading import load_model
 
@@ -100,6 +101,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(f"wrote {output} ({len(manifest.files)} files, {size / 1e6:.0f} MB)")
     return 0
+
+
+def _check_format(args: argparse.Namespace, plan: Plan) -> None:
+    """Refuse options that the format does not have."""
+    if args.format != "mindir":
+        if args.key_file:
+            raise MsLongctxError(f"--key_file encrypts MindIR; {args.format} files cannot be encrypted")
+        if not plan.lengths:
+            raise MsLongctxError(f"--shapes dynamic is for MindIR; {args.format} needs lengths such as 512,2048")
+    for option, default, formats in _LITE_OPTIONS:
+        value = getattr(args, option)
+        if value != default and args.format not in formats:
+            raise MsLongctxError(f"--{option} {value} is for --format {' or '.join(formats)}, not {args.format}")
 
 
 def _export(args: argparse.Namespace, model: LlamaForCausalLM, plan: Plan, output: Path, key: bytes | None) -> Manifest:

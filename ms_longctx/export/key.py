@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 from pathlib import Path
 
 from ms_longctx.errors import MsLongctxError
@@ -35,3 +38,18 @@ def read_key(path: str | Path) -> bytes:
             f"--key_file {path}: holds {len(text)} bytes; expected an AES key of 16, 24 or 32 bytes, raw or hexadecimal"
         )
     return key
+
+
+def check_of(key: bytes) -> str:
+    """What tells this key from others in a manifest, and helps nobody to find it: a salt and HMAC-SHA256 of it."""
+    salt = os.urandom(16)
+    return salt.hex() + _hmac(key, salt)
+
+
+def is_key(key: bytes, check: str) -> bool:
+    """Whether ``check`` is of this key."""
+    return hmac.compare_digest(_hmac(key, bytes.fromhex(check[:32])), check[32:])
+
+
+def _hmac(key: bytes, salt: bytes) -> str:
+    return hmac.new(key, salt, hashlib.sha256).hexdigest()

@@ -26,9 +26,10 @@ from ms_longctx.export.exported import ExportedModel
 from ms_longctx.export.manifest import GraphInfo, Manifest, verify_files
 from ms_longctx.export.on_device import write_converter_files
 from ms_longctx.export.onnx import check_onnx, write_onnx
+from ms_longctx.export.output import new_directory
 from ms_longctx.export.plan import Plan
 from ms_longctx.export.rewrite import write_rewritten
-from ms_longctx.export.source import dtype_name, finish, new_directory, write_model_files
+from ms_longctx.export.source import dtype_name, finish, write_model_files
 from ms_longctx.models.llama import LlamaForCausalLM
 
 LiteType = Literal["ms", "mindir"]

@@ -61,6 +61,7 @@ class Manifest:
         graphs: all graphs.
         files: name -> ``{"bytes": n, "sha256": hex}`` of every file but the manifest.
         encryption: ``AES-GCM`` or ``None``.
+        key_check: of the key, see :func:`ms_longctx.export.key.check_of`.
         versions: of the programs that wrote the directory.
         notes: what a user must know, such as that a file was not tested here.
     """
@@ -73,6 +74,7 @@ class Manifest:
     graphs: list[GraphInfo]
     files: dict[str, dict[str, Any]]
     encryption: str | None = None
+    key_check: str | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 

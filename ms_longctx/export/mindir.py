@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.export.exported import ExportedModel
-from ms_longctx.export.key import ENCRYPTION
+from ms_longctx.export.key import ENCRYPTION, is_key
 from ms_longctx.export.manifest import GraphInfo, Manifest
+from ms_longctx.export.output import new_directory
 from ms_longctx.export.plan import Plan
 from ms_longctx.export.session import CacheSession
-from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
+from ms_longctx.export.source import build_graph, dtype_name, finish, write_model_files
 from ms_longctx.export.weights import WEIGHTS, WeightsFile
 from ms_longctx.generation.engine import Engine
 from ms_longctx.models.checkpoint import as_dtype
@@ -57,7 +58,7 @@ def export_mindir(model: LlamaForCausalLM, folder: Path, plan: Plan, key: bytes 
                 content = _write_weights(*_export_graph(model, plan, graph), weights)
                 (partial / graph.file).write_bytes(content if seal is None else seal(content))
         write_model_files(model, partial)
-        return finish(partial, model, plan, graphs, "mindir", encryption=ENCRYPTION if key else None)
+        return finish(partial, model, plan, graphs, "mindir", key=key)
 
 
 def _export_graph(
@@ -106,7 +107,7 @@ class MindIRModel(ExportedModel):
             arrays of NumPy do the same with less work.)
 
     Raises:
-        MsLongctxError: not a MindIR export, or the key is missing or not wanted.
+        MsLongctxError: not a MindIR export, or the key is missing, wrong or not wanted.
     """
 
     format = "mindir"
@@ -118,6 +119,8 @@ class MindIRModel(ExportedModel):
             raise MsLongctxError(f"{folder}: its files are encrypted ({self.manifest.encryption}); give --key_file")
         if key is not None and not self.manifest.encryption:
             raise MsLongctxError(f"{folder}: its files are not encrypted; leave --key_file out")
+        if key is not None and not is_key(key, self.manifest.key_check or ""):
+            raise MsLongctxError(f"{folder}: the key of --key_file is not the one it was encrypted with")
         if self.manifest.dtype == "bf16" and ms.get_context("device_target") == "CPU":
             raise MsLongctxError(f"{folder}: exported in bf16, which MindSpore cannot compute on a CPU; export in fp32")
         self._key = key
@@ -156,7 +159,7 @@ class MindIRModel(ExportedModel):
         """The graph as a callable of MindSpore; loaded once.
 
         Raises:
-            MsLongctxError: the file is damaged, or the key is wrong.
+            MsLongctxError: the file is damaged.
         """
         if graph.file not in self._loaded:
             self.verify(graph.file, WEIGHTS)
@@ -164,6 +167,5 @@ class MindIRModel(ExportedModel):
             try:
                 self._loaded[graph.file] = nn.GraphCell(ms.load(str(self.folder / graph.file), **options))
             except (RuntimeError, ValueError) as error:
-                reason = "the key of --key_file is not the one it was encrypted with" if self._key else str(error)
-                raise MsLongctxError(f"{self.folder / graph.file}: cannot be loaded: {reason}") from error
+                raise MsLongctxError(f"{self.folder / graph.file}: cannot be loaded: {error}") from error
         return self._loaded[graph.file]

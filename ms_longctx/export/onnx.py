@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.export.exported import ExportedModel
 from ms_longctx.export.manifest import GraphInfo, Manifest
+from ms_longctx.export.output import new_directory
 from ms_longctx.export.plan import Plan
-from ms_longctx.export.source import build_graph, dtype_name, finish, new_directory, write_model_files
+from ms_longctx.export.source import build_graph, dtype_name, finish, write_model_files
 from ms_longctx.export.weights import WEIGHTS, WeightsFile
 from ms_longctx.models.llama import LlamaForCausalLM
 

@@ -14,8 +14,9 @@ from ms_longctx.export.environment import LITE, SERVING, lite_python
 from ms_longctx.export.lite import Route, write_lite
 from ms_longctx.export.manifest import Manifest
 from ms_longctx.export.onnx import check_onnx
+from ms_longctx.export.output import new_directory
 from ms_longctx.export.plan import Plan
-from ms_longctx.export.source import dtype_name, finish, new_directory, write_model_files
+from ms_longctx.export.source import dtype_name, finish, write_model_files
 from ms_longctx.models.llama import LlamaForCausalLM
 
 SERVABLE, VERSION = "llama", "1"

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every export begins and ends with: the model in the wanted type, its graphs, and a complete directory."""
+"""What every export begins and ends with: the model in the wanted type, its graphs, its files and the manifest."""
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import mindspore as ms
@@ -16,6 +12,7 @@ from mindspore import Tensor
 from ms_longctx.data.tokenizer_files import write_tokenizer
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.export.graphs import CachedGraph, DecodeGraph, PrefillGraph
+from ms_longctx.export.key import ENCRYPTION, check_of
 from ms_longctx.export.manifest import GraphInfo, Manifest, describe_files, written_by
 from ms_longctx.export.plan import Plan
 from ms_longctx.models.checkpoint import as_dtype
@@ -44,26 +41,6 @@ def build_graph(model: LlamaForCausalLM, plan: Plan, graph: GraphInfo) -> tuple[
     return net, inputs
 
 
-@contextmanager
-def new_directory(folder: Path) -> Iterator[Path]:
-    """A directory that becomes ``folder`` when the block ends well, and disappears otherwise.
-
-    Raises:
-        MsLongctxError: ``folder`` exists and is not empty.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise MsLongctxError(f"{folder} exists already; choose another --output or remove it")
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def write_model_files(model: LlamaForCausalLM, folder: Path) -> None:
     """Configuration and tokenizer, in Hugging Face's layout."""
     write_config(model.config, folder, _TORCH_NAMES[dtype_name(model)])
@@ -81,7 +58,7 @@ def finish(
     graphs: list[GraphInfo],
     kind: str,
     *,
-    encryption: str | None = None,
+    key: bytes | None = None,
     versions: dict[str, str] | None = None,
     notes: list[str] | None = None,
 ) -> Manifest:
@@ -99,7 +76,8 @@ def finish(
         rope_length=length,
         graphs=graphs,
         files=describe_files(folder),
-        encryption=encryption,
+        encryption=ENCRYPTION if key else None,
+        key_check=None if key is None else check_of(key),
         versions=written_by(mindspore=ms.__version__, **(versions or {})),
         notes=notes,
     )

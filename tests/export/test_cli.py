@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ms_longctx.cli.main import main
+from ms_longctx.quant.mindir import open_weights
 from ms_longctx.tuning import LoraConfig, get_pe_model, save_adapter
 from tests.export.tiny import tiny_model
 
@@ -67,6 +70,23 @@ def test_export_merges_the_adapter(capsys: pytest.CaptureFixture[str], model_dir
     assert "exists already" in refused(capsys, "export", "--model", base, "--format", "mindir", "--output", out)
 
 
+def test_full_disk(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+    """Files that may not grow beyond 5 MB stand for a disk that is full: one line, and nothing is left."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, limits[1]))
+    try:
+        error = refused(
+            capsys, "export", "--model", model_dir / "base", "--format", "mindir", "--output", tmp_path / "out",
+            "--shapes", "24",
+        )  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "out: cannot be written: File too large" in error
+    assert not any(tmp_path.iterdir())
+
+
 def test_export_refuses(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export = ("export", "--model", model_dir / "base", "--output", out, "--format")
@@ -79,4 +99,20 @@ def test_export_refuses(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp
     assert "did you mean 'mindir'" in refused(capsys, *export, "mindri")
     assert "context of 64" in refused(capsys, *export, "mindir", "--shapes", "65")
     assert "takes one length" in refused(capsys, *export, "serving", "--shapes", "12,24")
+    assert "fp16 is for --format lite, not onnx" in refused(capsys, *export, "onnx", "--lite_weights", "fp16")
+    assert "is for --format lite or serving" in refused(capsys, *export, "mindir", "--lite_route", "rewrite")
+    assert "is not a directory; choose" in refused(capsys, *export, "mindir", "--output", tmp_path / "key" / "out")
     assert not out.exists()
+
+
+def test_adapter_in_bf16(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+    """bf16 runs on Ascend only, but what is written can be compared: weights of the fp32 merge, rounded to 8 bits."""
+    for dtype in ("fp32", "bf16"):
+        run(capsys, "export", "--model", model_dir / "base", "--adapter", model_dir / "adapter", "--format", "mindir",
+            "--output", tmp_path / dtype, "--shapes", "24", "--chunk", "4", "--dtype", dtype)  # fmt: skip
+    name = "model.layers.1.mlp.down_proj.weight"
+    exact, rounded = (open_weights(tmp_path / dtype).read(name) for dtype in ("fp32", "bf16"))
+    assert 0 < np.abs(rounded - exact).max()
+    np.testing.assert_allclose(rounded, exact, rtol=2**-7, atol=1e-3)
+    base = open_weights(model_dir / "base").read(name)
+    assert np.abs(rounded - base).max() > 0.1  # the adapter is in it
