@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ms_longctx.metrics.perplexity import Perplexity
 from ms_longctx.models.checkpoint import TensorSource
-from ms_longctx.quant.model import EMBEDDING, HEAD, LAST_NORM, half
+from ms_longctx.quant.model import EMBEDDING, HEAD, LAST_NORM, half, normed
 from ms_longctx.quant.weights import Int8Weight
 
 Floats = NDArray[np.float32]
@@ -95,9 +95,7 @@ class Comparison:
         ]
 
     def _normed(self, x: Floats, half_norm: bool) -> Floats:
-        rate = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + self._source.config.rms_norm_eps)
-        normed: Floats = x * rate * (half(self._norm) if half_norm else self._norm)
-        return normed
+        return normed(self._source, x, half(self._norm) if half_norm else self._norm)
 
 
 def _logits(x: Floats, head: Floats, rows: Int8Weight | None) -> Floats:

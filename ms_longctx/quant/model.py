@@ -92,6 +92,13 @@ def embed(source: TensorSource, tokens: NDArray[np.int32], rows: Int8Weight | No
     return rows.q[tokens] * rows.scales[tokens][..., None]
 
 
+def normed(source: TensorSource, x: Floats, weight: Floats) -> Floats:
+    """What the output head gets: the last RMS norm of hidden states ``(..., hidden)``."""
+    rate = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + source.config.rms_norm_eps)
+    result: Floats = x * rate * weight
+    return result
+
+
 def half(w: Floats) -> Floats:
     """``w`` as a file of fp16 will hold it."""
     return w.astype(np.float16).astype(np.float32)

@@ -16,9 +16,9 @@ from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.quant.layer import MODULES, UNITS, InputStats, LayerRunner, LayerWeights, read_layer
 from ms_longctx.quant.measure import Comparison
 from ms_longctx.quant.methods import INT8_BOTH, KEPT, Method
-from ms_longctx.quant.model import EMBEDDING, HEAD, QuantizedModel, Unit, embed
+from ms_longctx.quant.model import QuantizedModel, Unit, embed
+from ms_longctx.quant.rows import round_rows
 from ms_longctx.quant.scaling import apply_scales
-from ms_longctx.quant.weights import quantize_rows
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -28,7 +28,11 @@ _PROBE_TOKENS = 1024  # on which the damage of each unit is measured
 
 @dataclass
 class Damage:
-    """How much a unit at a level disturbs the hidden states behind its layer, relative to their size (mean squares)."""
+    """How much a unit at a level disturbs the hidden states behind its layer.
+
+    Squares relative to those of the token, whose size the next norm takes away, averaged over the tokens: a few tokens
+    (the first above all) are a thousand times as large as the others and would decide alone.
+    """
 
     by_level: dict[str, float]
 
@@ -66,9 +70,6 @@ class Quantizer:
         """The quantized model, every unit at its lowest level, and what to compare candidates with."""
         source = self._source
         model = QuantizedModel(source, self._method)
-        if self._rows_too:
-            names = [EMBEDDING] if source.config.tie_word_embeddings else [EMBEDDING, HEAD]
-            model.rows = {name: quantize_rows(source.read(name).astype(np.float32, copy=False)) for name in names}
         # Statistics need no more than fp16; the states that are measured stay in fp32.
         states = embed(source, self._calibration).astype(np.float16)
         original = embed(source, self._heldout)
@@ -76,6 +77,8 @@ class Quantizer:
             states, original = self._layer(model, layer, states, original)
             release_memory()
             log.info("layer %d of %d", layer + 1, source.config.num_hidden_layers)
+        if self._rows_too:
+            model.rows = round_rows(source, states)
         return model, Comparison(source, original, self._heldout)
 
     def measure_states(self, model: QuantizedModel) -> Floats:
@@ -126,18 +129,18 @@ class Quantizer:
     def _probe(self, model: QuantizedModel, layer: int, weights: LayerWeights, inputs: Floats, behind: Floats) -> None:
         """Measure each unit alone at each level below the original."""
         expected = behind[: len(inputs)]
-        size = float(np.square(expected).mean())
         for unit, modules in UNITS.items():
             rounded = {f"{module}.weight": model.weights[layer][module].values() for module in modules}
             self._runner.load({**weights, **rounded})
             levels = [level for level in self._method.levels if level != KEPT]
             self.damage[layer, unit] = Damage(
-                {level: self._disturbance(unit, level, inputs, expected) / size for level in levels}
+                {level: self._disturbance(unit, level, inputs, expected) for level in levels}
             )
 
     def _disturbance(self, unit: str, level: str, inputs: Floats, expected: Floats) -> float:
         units = frozenset([unit]) if level == INT8_BOTH else frozenset()
-        return float(np.square(self._runner.run(inputs, units) - expected).mean())
+        error = np.square(self._runner.run(inputs, units) - expected).sum(-1)
+        return float((error / np.maximum(np.square(expected).sum(-1), 1e-30)).mean())
 
 
 def release_memory() -> None:

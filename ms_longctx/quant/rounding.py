@@ -71,17 +71,27 @@ def gptq_int4(w: Floats, gram: Floats, group: int, damping: float = 0.01) -> Int
         parts.append(quantize_int4(block, group))
         return _Grid(parts[-1].scales[:, 0].astype(np.float32), parts[-1].zeros[:, 0].astype(np.float32), 0, INT4_MAX)
 
-    q = _gptq(w, gram, group, damping, grid).astype(np.uint8)
+    q = _gptq(w, inverse_factor(gram, damping), group, grid).astype(np.uint8)
     scales, zeros = np.concatenate([p.scales for p in parts], 1), np.concatenate([p.zeros for p in parts], 1)
     return Int4Weight(q, scales, zeros, group)
 
 
 def gptq_int8(w: Floats, gram: Floats, damping: float = 0.01) -> Int8Weight:
     """The same on the symmetric grid of :func:`~ms_longctx.quant.weights.quantize_int8`, one scale a row."""
-    plain = quantize_int8(w)
-    steps = np.where(plain.scales > 0, plain.scales, 1).astype(np.float32)
+    return compensated_int8(w, quantize_int8(w).scales, inverse_factor(gram, damping))
+
+
+def compensated_int8(w: Floats, scales: Floats, upper: Floats) -> Int8Weight:
+    """GPTQ on a given grid; each row is on its own, so a large matrix can come in parts.
+
+    Args:
+        w: fp32 ``(n, k)``.
+        scales: fp32 ``(n,)``; a row of scale 0 becomes 0.
+        upper: :func:`inverse_factor` ``(k, k)``.
+    """
+    steps = np.where(scales > 0, scales, 1).astype(np.float32)
     grid = _Grid(steps, np.zeros_like(steps), -INT8_MAX, INT8_MAX)
-    return Int8Weight(_gptq(w, gram, _BLOCK, damping, lambda block: grid).astype(np.int8), plain.scales)
+    return Int8Weight(_gptq(w, upper, _BLOCK, lambda block: grid).astype(np.int8), scales)
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,8 @@ class _Grid:
     high: int
 
 
-def _gptq(w: Floats, gram: Floats, size: int, damping: float, grid: Callable[[Floats], _Grid]) -> Floats:
+def _gptq(w: Floats, upper: Floats, size: int, grid: Callable[[Floats], _Grid]) -> Floats:
     """q ``(n, k)``; ``grid`` gives that of the next ``size`` columns from what is left to round there."""
-    upper = _inverse_factor(gram, damping)
     rest = w.astype(np.float32, copy=True)
     q = np.empty_like(rest)
     for start in range(0, w.shape[1], size):
@@ -118,8 +127,13 @@ def _round_block(block: Floats, upper: Floats, grid: _Grid) -> tuple[Floats, Flo
     return q.T, np.ascontiguousarray(errors.T)
 
 
-def _inverse_factor(gram: Floats, damping: float) -> Floats:
-    """Upper triangular U with ``U^T U`` the inverse of the damped Hessian. Features that are always 0 stay apart."""
+def inverse_factor(gram: Floats, damping: float) -> Floats:
+    """Upper triangular U with ``U^T U`` the inverse of the damped Hessian. Features that are always 0 stay apart.
+
+    Args:
+        gram: second moments of the inputs ``(k, k)``.
+        damping: share of the mean diagonal that is added to the diagonal.
+    """
     hessian = gram.astype(np.float64)
     diagonal = np.diag(hessian).copy()
     mean = diagonal.mean()

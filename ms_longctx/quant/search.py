@@ -30,8 +30,9 @@ class NotReached(MsLongctxError):
 class Search:
     """Moves the units that disturb most up by a level, as few as possible, until the threshold holds.
 
-    Units are ordered by how much a level up lessens their disturbance (:class:`~ms_longctx.quant.quantizer.Damage`),
-    which needs one layer; the number that moves is found by bisection, which measures the whole model.
+    Units are ordered by how much a level up lessens their disturbance (:class:`~ms_longctx.quant.quantizer.Damage`)
+    for each weight that it moves, which needs one layer; the number that moves is found by bisection, which measures
+    the whole model.
 
     Args:
         quantizer: after it has run.
@@ -85,7 +86,7 @@ class Search:
     def _order(self, lower: str, upper: str) -> list[Unit]:
         def gain(unit: Unit) -> float:
             errors = self._quantizer.damage[unit].by_level
-            return errors[lower] - errors.get(upper, 0.0)
+            return (errors[lower] - errors.get(upper, 0.0)) / self._size(unit)
 
         return sorted(self._model.units(), key=gain, reverse=True)
 

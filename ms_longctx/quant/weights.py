@@ -13,7 +13,6 @@ from ms_longctx.kernels.quant import PackedMatrix, packable
 
 Floats = NDArray[np.float32]
 INT8_MAX, INT4_MAX = 127, 15
-_CHUNK = 4096  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +76,8 @@ def round_int8(w: Floats, scales: Floats) -> Int8Weight:
     return Int8Weight(np.clip(q, -INT8_MAX, INT8_MAX, out=q).astype(np.int8), scales.astype(np.float32))
 
 
-def quantize_rows(w: Floats) -> Int8Weight:
-    """As :func:`quantize_int8`, with scales of four significant bits: ``q * scale`` is exact in fp16.
+def row_scales(w: Floats) -> Floats:
+    """The scales of :func:`quantize_int8` rounded up to four significant bits: ``q * scale`` is exact in fp16.
 
     An embedding or output head rounded so is stored as ordinary fp16, which every program reads, and taken from
     there as int8 without a further error.
@@ -88,14 +87,10 @@ def quantize_rows(w: Floats) -> Int8Weight:
     """
     raw = np.maximum(_finite(w).max(1), -w.min(1)) / INT8_MAX
     step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(raw, 2.0**-30))) - 3, -24))
-    scales = (np.ceil(raw / step) * step).astype(np.float32)
+    scales: Floats = (np.ceil(raw / step) * step).astype(np.float32)
     if scales.max(initial=0) * INT8_MAX > np.finfo(np.float16).max:
         raise MsLongctxError("an embedding or output head has values beyond the range of fp16; keep it: --head fp")
-    q = np.empty(w.shape, np.int8)
-    for start in range(0, len(w), _CHUNK):  # the table is large, its copies should not be
-        part = slice(start, start + _CHUNK)
-        q[part] = round_int8(w[part], scales[part]).q
-    return Int8Weight(q, scales)
+    return scales
 
 
 def group_range(w: Floats, group: int) -> tuple[Floats, Floats]:

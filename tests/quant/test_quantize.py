@@ -39,10 +39,16 @@ Tokens = Callable[[int, int], np.ndarray]
 
 
 def quantized(
-    folder: Path, tokens: Tokens, method: str, threshold: float = 0.0, max_kept: float = 0.25, **options: Any
+    folder: Path,
+    tokens: Tokens,
+    method: str,
+    threshold: float = 0.0,
+    max_kept: float = 0.25,
+    rows: bool = True,
+    **options: Any,
 ) -> tuple[QuantizedModel, Accuracy, Search]:
     source = open_checkpoint(folder)
-    quantizer = Quantizer(source, make_method(method, source.config, **options), tokens(12, 1), tokens(8, 2))
+    quantizer = Quantizer(source, make_method(method, source.config, **options), tokens(12, 1), tokens(8, 2), rows)
     model, comparison = quantizer.run()
     search = Search(quantizer, model, comparison, threshold, max_kept)
     return model, search.run(), search
@@ -160,9 +166,9 @@ def test_awq_and_gptq_beat_round_to_nearest(make_model: MakeModel, tokens: Token
 def test_search_moves_units_until_the_threshold_holds(make_model: MakeModel, tokens: Tokens) -> None:
     """The lowest levels do not hold, the chosen ones do, and the table has a line for each unit."""
     _, folder = make_model()
-    _, lowest, _ = quantized(folder, tokens, "int8")
+    _, lowest, _ = quantized(folder, tokens, "int8", rows=False)
     threshold = lowest.top1 + 0.01
-    model, accuracy, search = quantized(folder, tokens, "int8", threshold, max_kept=1.0)
+    model, accuracy, search = quantized(folder, tokens, "int8", threshold, max_kept=1.0, rows=False)
     assert not lowest.holds(threshold) and accuracy.holds(threshold)
     assert set(model.levels.values()) <= {INT8_WEIGHTS, KEPT} and model.levels
     lines = list(search.table())
