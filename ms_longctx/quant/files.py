@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -24,6 +25,7 @@ from ms_longctx.quant.methods import INT8_BOTH, INT8_WEIGHTS, KEPT, RoundToNeare
 from ms_longctx.quant.model import EMBEDDING, HEAD, LAST_NORM, QuantizedModel
 from ms_longctx.quant.weights import Int4Weight, Int8Weight
 
+log = logging.getLogger(__name__)
 LAYOUTS = ("awq", "compressed-tensors")
 ROW_SCALES = "row_scales.npz"  # of an embedding or head in int8; other programs read its values as fp16
 REPORT = "quantization_report.json"
@@ -131,6 +133,13 @@ def _modules(model: QuantizedModel, level: str) -> list[str]:
 
 def _awq_config(model: QuantizedModel) -> dict[str, Any]:
     assert isinstance(model.method, RoundToNearest)
+    if kept := _modules(model, KEPT):
+        log.warning(
+            "%d matrices stay fp16, such as %s: transformers and vLLM read that, AutoAWQ itself cannot leave out a "
+            "matrix of one layer; for it use --accuracy_threshold 0",
+            len(kept),
+            kept[0],
+        )
     return {
         "quant_method": "awq",
         "bits": 4,

@@ -25,23 +25,29 @@ SIZES: dict[str, Any] = {
 Made = tuple[transformers.PreTrainedModel, Path]
 
 
+def make_llama(folder: Path, **fields: Any) -> Made:
+    """A model of ``SIZES`` and ``fields``, saved to ``folder``."""
+    model = torch_model(**{**SIZES, **fields})
+    with torch.no_grad():  # a few features are 20 times the others
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[[3, 40]] *= 20
+            layer.post_attention_layernorm.weight[[7, 21]] *= 20
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def random_tokens(rows: int, seed: int) -> np.ndarray:
+    """Ids ``(rows, 32)`` int32."""
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], (rows, 32)).astype(np.int32)
+
+
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., Made]:
     """``make_model(**config)``: the model in torch and the directory it was saved to."""
-
-    def make(**fields: Any) -> Made:
-        model = torch_model(**{**SIZES, **fields})
-        with torch.no_grad():  # a few features are 20 times the others
-            for layer in model.model.layers:
-                layer.input_layernorm.weight[[3, 40]] *= 20
-                layer.post_attention_layernorm.weight[[7, 21]] *= 20
-        model.save_pretrained(tmp_path / "model")
-        return model, tmp_path / "model"
-
-    return make
+    return lambda **fields: make_llama(tmp_path / "model", **fields)
 
 
 @pytest.fixture
 def tokens() -> Callable[[int, int], np.ndarray]:
     """``tokens(rows, seed)``: random ids ``(rows, 32)`` int32."""
-    return lambda rows, seed: np.random.default_rng(seed).integers(0, 203, (rows, 32)).astype(np.int32)
+    return random_tokens
