@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,16 +44,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
     command = ["./start.sh", "--grpc_port", str(grpc), "--rest_port", str(rest)]
     environment = {name: value for name, value in os.environ.items() if name != "MS_LONGCTX_LITE_LINKED"}
     environment["PYTHON37"] = str(lite_python())
-    server = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert server.stdout is not None
-    printed = []
-    for line in server.stdout:
-        printed.append(line)
-        if line.startswith("serving "):
-            break
-    assert printed[-1].startswith("serving "), "".join(printed)
+    log = folder.parent / "log"  # a file: the server goes on when nobody reads
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 60
+    while "serving /" not in log.read_text():
+        assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
     yield folder, grpc, rest
     server.terminate()
     server.wait(30)
@@ -90,3 +88,13 @@ def test_server_refuses(served: tuple[Path, int, int]) -> None:
     assert "cache of 21 columns is full" in post(rest, "decode", session=5, token=1)["error_msg"]
     assert post(rest, "close", session=5)["instances"][0]["closed"] == 1
     assert post(rest, "close", session=5)["instances"][0]["closed"] == 0
+
+
+def test_occupied_port(served: tuple[Path, int, int]) -> None:
+    """A second server on the same port says so in its last line and ends."""
+    folder, grpc, rest = served
+    command = ["./start.sh", "--grpc_port", str(free_port()), "--rest_port", str(rest)]
+    environment = {**os.environ, "PYTHON37": str(lite_python())}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: ") and "failed" in result.stderr.splitlines()[-1]

@@ -42,9 +42,12 @@ def main() -> None:
     if _LINKED not in os.environ:
         start_again_with_libraries()
     config = server.ServableStartConfig(servable_directory=HERE, servable_name="llama")
-    server.start_servables(config, enable_lite=True)
-    server.start_grpc_server(address=f"{args.host}:{args.grpc_port}")
-    server.start_restful_server(address=f"{args.host}:{args.rest_port}")
+    try:
+        server.start_servables(config, enable_lite=True)
+        server.start_grpc_server(address=f"{args.host}:{args.grpc_port}")
+        server.start_restful_server(address=f"{args.host}:{args.rest_port}")
+    except RuntimeError as error:  # such as a port that is taken
+        sys.exit(f"error: {error}")
     print(f"serving {HERE}: gRPC {args.host}:{args.grpc_port}, REST {args.host}:{args.rest_port}", flush=True)
 
 
