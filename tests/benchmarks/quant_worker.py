@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One side of bench_quant.py: a process that decodes a model's tokens when told to.
 
-    python quant_worker.py MODEL PROMPT_LENGTH NEW_TOKENS
+    python quant_worker.py {ours,torch,torch-int8} MODEL PROMPT_LENGTH NEW_TOKENS
 
 Prints ``ready``; then for every number on standard input it gives that many tokens, greedily, and prints the seconds
 it took and the MB of all weights in memory. At the end of input it prints its peak memory in MB.
@@ -13,35 +13,74 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-from ms_longctx.config import GenerationConfig
-from ms_longctx.generation.generate import generate_ids
-from ms_longctx.generation.loading import load_model
-from ms_longctx.models.llama import LlamaForCausalLM
+PROMPT_TOKENS = 49152  # ids of prompts are below
 
 
-def tokens_of(model: LlamaForCausalLM, length: int, new_tokens: int) -> Iterator[int]:
-    """Greedy tokens, the first one with the prompt."""
-    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, length).tolist()
+def ours(path: Path, prompt: list[int], new_tokens: int) -> Iterator[float]:
+    """MB of the weights, then tokens, by ms_longctx."""
+    from ms_longctx.config import GenerationConfig
+    from ms_longctx.generation.generate import generate_ids
+    from ms_longctx.generation.loading import load_model
+
+    model = load_model(str(path), device="CPU")
+    yield sum(parameter.nbytes for parameter in {id(p): p for p in model.get_parameters()}.values()) / 1e6
     while True:
         for (token,) in generate_ids(model, [prompt], GenerationConfig(max_new_tokens=new_tokens)):
             assert token is not None
             yield token
 
 
+def peer(path: Path, prompt: list[int], new_tokens: int, int8: bool) -> Iterator[float]:
+    """The same by transformers and torch; ``int8``: torch's dynamic quantization of all linear layers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if options else path
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32, **options)
+    model.eval()
+    if int8:
+        model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    yield sum(_storages(model).values()) / 1e6
+    while True:
+        tokens, cache = torch.tensor([prompt]), None
+        for _ in range(new_tokens):
+            with torch.inference_mode():
+                out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, tokens = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+            yield int(tokens)
+
+
+def _storages(model: object) -> dict[int, int]:
+    """Bytes of all weights by where they lie; torch keeps those of int8 layers in packed parameters."""
+    import torch
+
+    assert isinstance(model, torch.nn.Module)
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        if isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+            tensors.append(module.weight())
+    return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+
+
 def main() -> None:
-    path, length, new_tokens = sys.argv[1:]
-    model = load_model(path, device="CPU")
-    weights = sum(parameter.nbytes for parameter in {id(p): p for p in model.get_parameters()}.values())
-    tokens = tokens_of(model, int(length), int(new_tokens))
+    side, path, length, new_tokens = sys.argv[1:]
+    prompt = np.random.default_rng(0).integers(0, PROMPT_TOKENS, int(length)).tolist()
+    if side == "ours":
+        tokens = ours(Path(path), prompt, int(new_tokens))
+    else:
+        tokens = peer(Path(path), prompt, int(new_tokens), side == "torch-int8")
+    weights = next(tokens)
     print("ready", flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
         for _ in range(int(line)):
             next(tokens)
-        print(time.perf_counter() - start, weights / 1e6, flush=True)
+        print(time.perf_counter() - start, weights, flush=True)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
 
 
