@@ -2,7 +2,8 @@
 """Runs in the readers' environment: logits and greedy tokens of quantized directories, by the programs they are for.
 
 A job is ``{"reader": one of OPENERS, "directory": ..., "ids": file.npy, "out": file.npz, "prompt": n, "new": n,
-"vllm_inputs": bool}``; the answer says how many matrices were read by which class.
+"vllm_inputs": bool, "record": bool}``; the answer says how many matrices were read by which class. ``record`` adds the
+inputs and outputs of every quantized matrix, ``<module>.x`` and ``<module>.y``.
 """
 
 from __future__ import annotations
@@ -102,6 +103,26 @@ def vllm_inputs() -> Iterator[None]:
         forward.compute_dynamic_scales_and_zp = own
 
 
+def record(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Filled by the next pass."""
+    found: dict[str, np.ndarray] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        forward = module.forward  # the compressed-tensors wrapper that rounds: a hook would see rounded inputs
+
+        def watched(x: torch.Tensor) -> torch.Tensor:
+            y = forward(x)
+            found[f"{name}.x"], found[f"{name}.y"] = (t.flatten(0, 1).numpy().copy() for t in (x, y))
+            return y
+
+        module.forward = watched
+
+    for name, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            watch(name, module)
+    return found
+
+
 def greedy(model: torch.nn.Module, ids: torch.Tensor, count: int) -> list[int]:
     """Tokens that continue one row of ids."""
     mask = torch.ones_like(ids)
@@ -115,9 +136,10 @@ def do(job: dict[str, Any]) -> str:
     model = OPENERS[job["reader"]](job["directory"]).eval()
     ids = torch.from_numpy(np.load(job["ids"])).long()
     with vllm_inputs() if job.get("vllm_inputs") else contextlib.nullcontext():
-        logits = model(ids).logits.float().numpy()
         tokens = greedy(model, ids[:1, : job["prompt"]], job["new"])
-    np.savez(job["out"], logits=logits, tokens=tokens)
+        matrices = record(model) if job.get("record") else {}
+        logits = model(ids).logits.float().numpy()
+    np.savez(job["out"], logits=logits, tokens=tokens, **matrices)
     return model.read_by
 
 

@@ -18,9 +18,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from mindspore import Tensor
 
 from ms_longctx.assets import cache_dir
+from ms_longctx.models.llama import LlamaForCausalLM
 
 VLLM = "vllm==0.11.0"
 REQUIREMENTS = (
@@ -92,3 +95,15 @@ def run(script: str, jobs: list[dict[str, Any]], scratch: Path, python_path: Pat
     assert result.returncode == 0, result.stderr[-4000:]
     answers: list[Any] = json.loads(target.read_text())
     return answers
+
+
+def differences(model: LlamaForCausalLM, recorded: dict[str, np.ndarray]) -> np.ndarray:
+    """Of the outputs of our quantized matrices from the recorded ones, given the recorded inputs: one a matrix and
+    token, relative to the largest output of that token."""
+    cells = {name: cell for name, cell in model.cells_and_names()}
+    result = []
+    for name in sorted(key[:-2] for key in recorded if key.endswith(".x")):
+        x, expected = recorded[f"{name}.x"], recorded[f"{name}.y"]
+        y = cells[name](Tensor(x)).asnumpy()
+        result.append(np.abs(y - expected).max(-1) / np.abs(expected).max(-1))
+    return np.array(result)
