@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
     with log.open("wb") as output:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 60
-    while "serving /" not in log.read_text():
+    while "\nserving /" not in log.read_text():
         assert server.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     yield folder, grpc, rest

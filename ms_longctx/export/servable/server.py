@@ -48,7 +48,9 @@ def main() -> None:
         server.start_restful_server(address=f"{args.host}:{args.rest_port}")
     except RuntimeError as error:  # such as a port that is taken
         sys.exit(f"error: {error}")
-    print(f"serving {HERE}: gRPC {args.host}:{args.grpc_port}, REST {args.host}:{args.rest_port}", flush=True)
+    # One write that begins on a line of its own: a thread of Serving prints in pieces at this very moment.
+    ready = f"\nserving {HERE}: gRPC {args.host}:{args.grpc_port}, REST {args.host}:{args.rest_port}\n"
+    os.write(sys.stdout.fileno(), ready.encode())
 
 
 if __name__ == "__main__":
