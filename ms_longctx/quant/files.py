@@ -165,8 +165,9 @@ def _compressed_config(model: QuantizedModel) -> dict[str, Any]:
     formats = {group["format"] for group in groups}
     if len(groups) == 1:
         groups[0]["targets"] = ["Linear"]
-    # Packed execution in transformers takes one format for all; so told, it unpacks while it loads. vLLM ignores it.
-    unpacked = {"run_compressed": False} if len(formats) > 1 else {}
+    # Packed zero points: compressed-tensors from 0.18 on loads them (its own as well) only where transformers 5 is told
+    # to unpack; other programs do not know the key.
+    unpack = {"dequantize": True} if isinstance(model.method, RoundToNearest) else {}
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -175,7 +176,7 @@ def _compressed_config(model: QuantizedModel) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "ignore": ["lm_head", *_modules(model, KEPT)],
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
-        **unpacked,
+        **unpack,
     }
 
 

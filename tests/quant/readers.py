@@ -8,6 +8,7 @@ one environment. AutoAWQ demands triton, which it uses on GPUs only, and vLLM al
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ VLLM = "vllm==0.11.0"
 REQUIREMENTS = (
     "torch==2.13.0",
     "transformers==4.57.1",
-    "compressed-tensors==0.14.0.1",
+    "compressed-tensors==0.17.1",  # from 0.18 to 0.20.1 it does not load packed zero points, not even its own
     "accelerate==1.15.0",
     "datasets==3.6.0",
     # What importing vLLM's configuration classes takes.
@@ -49,7 +50,8 @@ _COMPLETE = "complete"
 
 def python() -> Path:
     """The interpreter of the environment; the first call makes it (a minute, 1.3 GB). Skips the test if it cannot."""
-    home = cache_dir() / "quantized-readers-1"
+    pins = hashlib.sha256("\n".join(REQUIREMENTS + BARE).encode()).hexdigest()
+    home = cache_dir() / f"quantized-readers-{pins[:8]}"
     interpreter = home / "bin" / "python"
     pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     steps = ([sys.executable, "-m", "venv", str(home)], [*pip, *REQUIREMENTS], [*pip, "--no-deps", *BARE])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written here is read by the programs it is for: AutoAWQ 0.2.9, transformers with compressed-tensors 0.14,
+"""What is written here is read by the programs it is for: AutoAWQ 0.2.9, transformers with compressed-tensors 0.17,
 and the configuration classes of vLLM 0.11. The first run makes their environment (:mod:`tests.quant.readers`)."""
 
 from __future__ import annotations

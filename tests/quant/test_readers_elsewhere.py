@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories that AutoAWQ 0.2.9 and compressed-tensors 0.14 (of llm-compressor) wrote are read here as their own
+"""Directories that AutoAWQ 0.2.9 and compressed-tensors 0.17 (of llm-compressor) wrote are read here as their own
 programs read them, or refused in one line. Environment: :mod:`tests.quant.readers`."""
 
 from __future__ import annotations
