@@ -8,7 +8,6 @@ Reference: the same model run without a cache in one pass (``LlamaForCausalLM.co
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +88,14 @@ def test_mindir_refuses(tmp_path: Path) -> None:
         MindIRModel(folder, bytes(16))
     with pytest.raises(MsLongctxError, match="no manifest"):
         MindIRModel(tmp_path)
-    file = folder / decode.file
-    file.chmod(stat.S_IRUSR | stat.S_IWUSR)
-    damaged = bytearray(file.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    file.write_bytes(damaged)
-    with pytest.raises(MsLongctxError, match="changed or damaged"):
-        exported.load(decode)
+    for file in (folder / decode.file, folder / "weights.bin"):
+        damaged = bytearray(file.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(MsLongctxError, match=f"{file.name}: its SHA-256 is not .* changed or damaged"):
+            exported.load(decode)
+        damaged[len(damaged) // 2] ^= 1
+        file.write_bytes(damaged)
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**values, "schema": 99}))
     with pytest.raises(MsLongctxError, match="another version"):

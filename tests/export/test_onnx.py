@@ -39,6 +39,15 @@ def test_onnx_equals_the_model(fields: dict[str, Any], tmp_path: Path) -> None:
         wanted = model(Tensor(np.array([prompt], np.int32))).asnumpy()[0, -1]
         np.testing.assert_allclose(row, wanted, rtol=0, atol=1e-4)
     assert greedy(exported, PROMPTS, 8) == greedy(model, PROMPTS, 8)
+    weights_file = tmp_path / "out" / "weights.bin"
+    content = bytearray(weights_file.read_bytes())
+    content[5000] ^= 1
+    weights_file.write_bytes(content)
+    with pytest.raises(MsLongctxError, match="weights.bin: its SHA-256 is not"):
+        OnnxModel(tmp_path / "out").load(exported.manifest.graphs[0])
+    weights_file.unlink()
+    with pytest.raises(MsLongctxError, match="weights.bin: missing"):
+        OnnxModel(tmp_path / "out").load(exported.manifest.graphs[0])
 
 
 def test_refuses(tmp_path: Path) -> None:
