@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import mindspore as ms
@@ -26,6 +26,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+HALVES = (("qkv", "o"), ("gate_up", "down"))  # units of attention and MLP, in order
 MODULES = tuple(module for modules in UNITS.values() for module in modules)
 _TOKENS = 2048  # that go through a layer at a time
 Watch = Callable[[str, Floats], None]
@@ -71,6 +72,7 @@ class LayerRunner:
         int8_inputs: frozenset[str] = frozenset(),
         watch: Watch | None = None,
         in_place: bool = False,
+        halves: Sequence[int] = (0, 1),
     ) -> NDArray[np.floating]:
         """Hidden states ``(rows, length, hidden)`` behind the layer, of the type of those before it.
 
@@ -79,25 +81,46 @@ class LayerRunner:
             int8_inputs: units whose inputs are rounded to int8, a scale a token.
             watch: gets the name of a unit and a chunk of its inputs ``(tokens, features)`` as they come.
             in_place: overwrite ``states``.
+            halves: 0 is attention, 1 the MLP.
         """
         self._watch, self._int8_inputs = watch, int8_inputs
         out = states if in_place else np.empty_like(states)
-        step = max(1, _TOKENS // self._length)
-        for start in range(0, len(states), step):
-            chunk = np.ascontiguousarray(states[start : start + step], np.float32)
-            out[start : start + step] = self._forward(Tensor.from_numpy(chunk)).asnumpy()
+        for part in self.chunks(states):
+            x = _tensor(states[part])
+            for half in halves:
+                x = x + self._leave(half, self._middle(half, self._enter(half, x)))
+            out[part] = x.asnumpy()
         return out
 
-    def _forward(self, x: Tensor) -> Tensor:
-        layer, attention, mlp = self._layer, self._layer.self_attn, self._layer.mlp
-        h = self._input("qkv", layer.input_layernorm(x))
-        q, k, v = attention.project(h, *self._tables)
+    def chunks(self, states: NDArray[np.floating]) -> list[slice]:
+        """Rows that go through a layer at a time."""
+        step = max(1, _TOKENS // self._length)
+        return [slice(start, start + step) for start in range(0, len(states), step)]
+
+    def inputs(self, unit: str, states: NDArray[np.floating]) -> Floats:
+        """What the unit's matrices get ``(tokens, features)`` when ``states`` come before its half of the layer."""
+        self._watch, self._int8_inputs = None, frozenset()
+        half = next(half for half, units in enumerate(HALVES) if unit in units)
+        x = self._enter(half, _tensor(states))
+        if unit == HALVES[half][1]:
+            x = self._middle(half, x)
+        array: Floats = x.asnumpy()
+        return array.reshape(-1, array.shape[-1])
+
+    def _enter(self, half: int, x: Tensor) -> Tensor:
+        norm = self._layer.post_attention_layernorm if half else self._layer.input_layernorm
+        return self._input(HALVES[half][0], norm(x))
+
+    def _middle(self, half: int, x: Tensor) -> Tensor:
+        attention, mlp = self._layer.self_attn, self._layer.mlp
+        if half:
+            return self._input("down", mlp.act(mlp.gate_proj(x), mlp.up_proj(x)))
+        q, k, v = attention.project(x, *self._tables)
         h = attention.attention(q, k, v, None, None, attention.slopes)
-        h = self._input("o", ops.reshape(h, (*x.shape[:-1], -1)))
-        x, h = layer.post_attention_layernorm(x, attention.o_proj(h))
-        h = self._input("gate_up", h)
-        h = self._input("down", mlp.act(mlp.gate_proj(h), mlp.up_proj(h)))
-        return x + mlp.down_proj(h)
+        return self._input("o", ops.reshape(h, (*x.shape[:-1], -1)))
+
+    def _leave(self, half: int, x: Tensor) -> Tensor:
+        return self._layer.mlp.down_proj(x) if half else self._layer.self_attn.o_proj(x)
 
     def _input(self, unit: str, x: Tensor) -> Tensor:
         if self._watch is None and unit not in self._int8_inputs:
@@ -108,12 +131,21 @@ class LayerRunner:
         return Tensor.from_numpy(round_inputs(array)) if unit in self._int8_inputs else x
 
 
+def _tensor(states: NDArray[np.floating]) -> Tensor:
+    return Tensor.from_numpy(np.ascontiguousarray(states, np.float32))
+
+
 def round_inputs(x: Floats) -> Floats:
     """``x (..., k)`` rounded to int8 with a symmetric scale for each row, as the kernels and vLLM do it."""
     scales = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     rates = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
     rounded: Floats = np.rint(x * rates) * scales
     return rounded
+
+
+def token_stride(tokens: int) -> int:
+    """One in so many tokens is enough for second moments."""
+    return max(1, tokens // _GRAM_TOKENS)
 
 
 class InputStats:
@@ -125,7 +157,7 @@ class InputStats:
     """
 
     def __init__(self, features: int, tokens: int) -> None:
-        self._every = max(1, tokens // _GRAM_TOKENS)
+        self._every = token_stride(tokens)
         self._sample_every = max(1, tokens // _SAMPLE_TOKENS)
         self._sum = np.zeros(features, np.float64)
         self._tokens = 0

@@ -61,7 +61,7 @@ class Comparison:
     """
 
     def __init__(self, source: TensorSource, states: Floats, tokens: NDArray[np.int32]) -> None:
-        self._source, self._states, self._tokens = source, states, tokens
+        self._source, self.states, self._tokens = source, states, tokens
         self._norm = source.read(LAST_NORM).astype(np.float32)
         self._head_name = EMBEDDING if source.config.tie_word_embeddings else HEAD
 
@@ -76,7 +76,7 @@ class Comparison:
         ours, original = Perplexity(), Perplexity()
         agreeing, cosines = 0, 0.0
         for index, chunk in self._chunks():
-            expected = _logits(self._normed(self._states[index, chunk], half_norm=False), head, None)
+            expected = _logits(self._normed(self.states[index, chunk], half_norm=False), head, None)
             found = _logits(self._normed(states[index, chunk], half_norm=True), head, rows.get(self._head_name))
             agreeing += int((expected.argmax(1) == found.argmax(1)).sum())
             cosines += float(_cosines(expected, found).sum())

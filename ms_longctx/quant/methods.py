@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.quant.layer import InputStats
-from ms_longctx.quant.rounding import clipped_int4, gptq_int4, gptq_int8
+from ms_longctx.quant.rounding import Moments, clipped_ranges, gptq_int4, gptq_int8
 from ms_longctx.quant.scaling import ALPHAS, awq_scales, smoothquant_scales
 from ms_longctx.quant.weights import Weight, quantize_int4
 
@@ -28,7 +28,8 @@ class Method(ABC):
 
     Attributes:
         levels: what a unit can become, the smallest first; the search moves units up.
-        propagates: whether a layer is calibrated on what the quantized layers before it give.
+        propagates: whether matrices are rounded for what the rounded ones before them give
+            (:mod:`ms_longctx.quant.propagation`).
     """
 
     levels: tuple[str, ...]
@@ -39,8 +40,8 @@ class Method(ABC):
         """See :mod:`ms_longctx.quant.scaling`; ``None`` without scaling."""
 
     @abstractmethod
-    def quantize(self, module: str, w: Floats, stats: InputStats) -> Weight:
-        """Round one matrix, already scaled as ``stats`` are."""
+    def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
+        """Round one matrix to whose inputs ``moments`` belong, both scaled."""
 
 
 class Int8(Method):
@@ -60,9 +61,9 @@ class Int8(Method):
         """SmoothQuant's."""
         return smoothquant_scales(unit, matrices, stats, config, self._alphas) if self._smooth else None
 
-    def quantize(self, module: str, w: Floats, stats: InputStats) -> Weight:
+    def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
         """A scale a row; columns make up for one another's rounding (GPTQ)."""
-        return gptq_int8(w, stats.gram)
+        return gptq_int8(w, moments)
 
 
 class RoundToNearest(Method):
@@ -77,23 +78,27 @@ class RoundToNearest(Method):
         """None."""
         return None
 
-    def quantize(self, module: str, w: Floats, stats: InputStats) -> Weight:
+    def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
         """To nearest."""
         return quantize_int4(w, self.group)
 
 
 class Awq(RoundToNearest):
-    """Activation-aware weight quantization (arXiv 2306.00978): searched scales, then searched clipping."""
+    """Activation-aware weight quantization (arXiv 2306.00978): searched scales, then searched clipping.
+
+    Within the clipped ranges columns and layers make up for one another's rounding, as with :class:`Gptq`.
+    """
+
+    propagates = True
 
     def scales(self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig) -> Floats | None:
         """AWQ's."""
         return awq_scales(unit, matrices, stats, config, self.group)
 
-    def quantize(self, module: str, w: Floats, stats: InputStats) -> Weight:
-        """To nearest after clipping; queries and keys are not clipped, their product would feel it (as AutoAWQ)."""
-        if module.endswith(("q_proj", "k_proj")):
-            return quantize_int4(w, self.group)
-        return clipped_int4(w, stats.gram, self.group)
+    def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
+        """GPTQ after clipping; queries and keys are not clipped, their product would feel it (as AutoAWQ)."""
+        unclipped = module.endswith(("q_proj", "k_proj"))
+        return gptq_int4(w, moments, self.group, None if unclipped else clipped_ranges(w, moments.gram, self.group))
 
 
 class Gptq(RoundToNearest):
@@ -101,9 +106,9 @@ class Gptq(RoundToNearest):
 
     propagates = True
 
-    def quantize(self, module: str, w: Floats, stats: InputStats) -> Weight:
+    def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
         """Column by column."""
-        return gptq_int4(w, stats.gram, self.group)
+        return gptq_int4(w, moments, self.group)
 
 
 def make_method(name: str, config: LlamaConfig, group: int | None = None, **int8: Any) -> Method:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,47 @@ from ms_longctx.quant.weights import (
 )
 
 Floats = NDArray[np.float32]
+Ranges = tuple[Floats, Floats]
+DAMPING = 0.01  # share of the mean diagonal that is added to the diagonal, as GPTQ does
 _BLOCK = 128  # columns of int8 that are rounded before what is behind them is corrected
 SHRINK = tuple(1 - 0.05 * step for step in range(11))  # AutoAWQ tries down to half as well
 
 
-def clipped_int4(w: Floats, gram: Floats, group: int) -> Int4Weight:
-    """Round to nearest, each group over the range, clipped to 100 % ... 50 %, of the smallest output error.
+def inverse_factor(gram: Floats, damping: float = DAMPING) -> Floats:
+    """Upper triangular U with ``U^T U`` the inverse of the damped Hessian. Features that are always 0 stay apart.
+
+    Args:
+        gram: second moments of the inputs ``(k, k)``.
+        damping: share of the mean diagonal that is added to the diagonal.
+    """
+    hessian = gram.astype(np.float64)
+    diagonal = np.diag(hessian).copy()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = mean or 1.0
+    np.fill_diagonal(hessian, diagonal + damping * mean)
+    inverse = np.linalg.inv(hessian)
+    upper: Floats = np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
+    return upper
+
+
+class Moments:
+    """Second moments of the inputs of a unit and what follows from them, computed once for all its matrices.
+
+    Args:
+        gram: ``sum x x^T (k, k)``.
+    """
+
+    def __init__(self, gram: Floats) -> None:
+        self.gram = gram
+
+    @cached_property
+    def factor(self) -> Floats:
+        """:func:`inverse_factor` of ``gram``."""
+        return inverse_factor(self.gram)
+
+
+def clipped_ranges(w: Floats, gram: Floats, group: int) -> Ranges:
+    """The range of each group, clipped to 100 % ... 50 %, of the smallest output error of rounding to nearest.
 
     The error of a group is ``d G d^T`` with the block of G that belongs to its columns (AWQ's ``auto_clip``).
 
@@ -43,7 +79,7 @@ def clipped_int4(w: Floats, gram: Floats, group: int) -> Int4Weight:
         error = _group_errors(difference, gram, group)
         better = error < best
         best[better], chosen[better] = error[better], shrink32
-    return quantize_int4(w, group, (low * chosen, high * chosen))
+    return low * chosen, high * chosen
 
 
 def _group_errors(difference: Floats, gram: Floats, group: int) -> Floats:
@@ -56,29 +92,32 @@ def _group_errors(difference: Floats, gram: Floats, group: int) -> Floats:
     return errors
 
 
-def gptq_int4(w: Floats, gram: Floats, group: int, damping: float = 0.01) -> Int4Weight:
+def gptq_int4(w: Floats, moments: Moments, group: int, ranges: Ranges | None = None) -> Int4Weight:
     """GPTQ (arXiv 2210.17323, algorithm 1): round column by column and let the columns to come make up for it.
 
     Args:
         w: fp32 ``(n, k)``.
-        gram: second moments of the inputs ``(k, k)``; the Hessian up to a factor.
-        group: columns a group; its grid is chosen when its first column is reached.
-        damping: share of the mean diagonal that is added to the diagonal.
+        moments: of the inputs.
+        group: columns a group.
+        ranges: what each group should reach (see :func:`~ms_longctx.quant.weights.quantize_int4`); ``None``: all that
+            is left to round there when its first column is reached.
     """
     parts: list[Int4Weight] = []
 
     def grid(block: Floats) -> _Grid:
-        parts.append(quantize_int4(block, group))
+        index = len(parts)
+        reach = None if ranges is None else (ranges[0][:, index : index + 1], ranges[1][:, index : index + 1])
+        parts.append(quantize_int4(block, group, reach))
         return _Grid(parts[-1].scales[:, 0].astype(np.float32), parts[-1].zeros[:, 0].astype(np.float32), 0, INT4_MAX)
 
-    q = _gptq(w, inverse_factor(gram, damping), group, grid).astype(np.uint8)
+    q = _gptq(w, moments.factor, group, grid).astype(np.uint8)
     scales, zeros = np.concatenate([p.scales for p in parts], 1), np.concatenate([p.zeros for p in parts], 1)
     return Int4Weight(q, scales, zeros, group)
 
 
-def gptq_int8(w: Floats, gram: Floats, damping: float = 0.01) -> Int8Weight:
+def gptq_int8(w: Floats, moments: Moments) -> Int8Weight:
     """The same on the symmetric grid of :func:`~ms_longctx.quant.weights.quantize_int8`, one scale a row."""
-    return compensated_int8(w, quantize_int8(w).scales, inverse_factor(gram, damping))
+    return compensated_int8(w, quantize_int8(w).scales, moments.factor)
 
 
 def compensated_int8(w: Floats, scales: Floats, upper: Floats) -> Int8Weight:
@@ -125,20 +164,3 @@ def _round_block(block: Floats, upper: Floats, grid: _Grid) -> tuple[Floats, Flo
         errors[j] = (column - (q[j] - grid.zeros) * grid.scales) / upper[j, j]
         block[j + 1 :] -= np.outer(upper[j, j + 1 :], errors[j])
     return q.T, np.ascontiguousarray(errors.T)
-
-
-def inverse_factor(gram: Floats, damping: float) -> Floats:
-    """Upper triangular U with ``U^T U`` the inverse of the damped Hessian. Features that are always 0 stay apart.
-
-    Args:
-        gram: second moments of the inputs ``(k, k)``.
-        damping: share of the mean diagonal that is added to the diagonal.
-    """
-    hessian = gram.astype(np.float64)
-    diagonal = np.diag(hessian).copy()
-    mean = diagonal.mean()
-    diagonal[diagonal == 0] = mean or 1.0
-    np.fill_diagonal(hessian, diagonal + damping * mean)
-    inverse = np.linalg.inv(hessian)
-    upper: Floats = np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
-    return upper

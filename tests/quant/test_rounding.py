@@ -14,7 +14,7 @@ import transformers
 
 from ms_longctx.models.auto import open_checkpoint
 from ms_longctx.quant.layer import UNITS, InputStats, read_layer
-from ms_longctx.quant.rounding import clipped_int4, gptq_int4, gptq_int8
+from ms_longctx.quant.rounding import Moments, clipped_ranges, gptq_int4, gptq_int8
 from ms_longctx.quant.scaling import apply_scales, awq_scales, moment_error, smoothquant_scales, tie_heads
 from ms_longctx.quant.weights import group_grid, group_range, quantize_int4, quantize_int8
 from tests.models.reference import torch_logits
@@ -48,7 +48,7 @@ def test_gptq_equals_its_derivation() -> None:
     """A value next to a border may round differently in fp32: 1 % may differ, and the errors agree within 2 %."""
     w, x = problem()
     gram = x.T @ x
-    ours, reference = gptq_int4(w, gram, 16).values(), reference_gptq(w, gram, 16, 0.01)
+    ours, reference = gptq_int4(w, Moments(gram), 16).values(), reference_gptq(w, gram, 16, 0.01)
     assert (np.abs(ours - reference) > 1e-3).mean() < 0.01
     assert moment_error(ours - w, gram) == pytest.approx(moment_error(reference - w, gram), rel=0.02)
     assert moment_error(ours - w, gram) < 0.7 * moment_error(quantize_int4(w, 16).values() - w, gram)
@@ -59,7 +59,7 @@ def test_gptq_of_int8() -> None:
     w, x = problem()
     w[5] = 0
     gram = x.T @ x
-    plain, ours = quantize_int8(w), gptq_int8(w, gram)
+    plain, ours = quantize_int8(w), gptq_int8(w, Moments(gram))
     np.testing.assert_array_equal(ours.scales, plain.scales)
     assert not ours.values()[5].any() and np.abs(ours.q).max() <= 127
     assert moment_error(ours.values() - w, gram) < 0.67 * moment_error(plain.values() - w, gram)
@@ -68,9 +68,9 @@ def test_gptq_of_int8() -> None:
 def test_gptq_with_features_that_are_always_zero() -> None:
     w, x = problem()
     x[:, [0, 31]] = 0
-    weight = gptq_int4(w, x.T @ x, 32).values()
+    weight = gptq_int4(w, Moments(x.T @ x), 32).values()
     assert np.isfinite(weight).all()
-    dead = gptq_int4(w, np.zeros((64, 64), np.float32), 32).values()
+    dead = gptq_int4(w, Moments(np.zeros((64, 64), np.float32)), 32).values()
     np.testing.assert_array_equal(dead, quantize_int4(w, 32).values())
 
 
@@ -83,7 +83,8 @@ def test_clipping_never_loses() -> None:
         split = [slice(start, start + 16) for start in range(0, 64, 16)]
         return np.array([np.square((q - w)[:, part] @ x[:, part].T).sum(1) for part in split])
 
-    clipped, plain = errors(clipped_int4(w, x.T @ x, 16).values()), errors(quantize_int4(w, 16).values())
+    clipped = errors(quantize_int4(w, 16, clipped_ranges(w, x.T @ x, 16)).values())
+    plain = errors(quantize_int4(w, 16).values())
     assert (clipped <= plain * (1 + 1e-3)).all() and (clipped / plain).mean() < 0.95
 
 
