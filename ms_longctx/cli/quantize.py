@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         help="least top-1 agreement, logits cosine and 1 / perplexity ratio; default 0.98 for int8, none for int4",
     )
     parser.add_argument(
-        "--max_kept", type=float, default=0.25, metavar="X", help="largest share of weights left in fp16; default 0.25"
+        "--max_kept", type=float, default=0.2, metavar="X", help="largest share of weights left in fp16; default 0.2"
     )
     parser.add_argument("--group_size", type=int, metavar="N", help="of int4; default 128, or less where it must")
     parser.add_argument("--activations", choices=("token", "none"), default="token", help="inputs of int8 layers")
@@ -74,13 +74,14 @@ def run(args: argparse.Namespace) -> int:
     except NotReached as error:
         print("\n".join(error.table))
         raise
-    print("\n".join(table[:11]))
+    for line in table[:11]:
+        print(line)
     accuracy, units = report["accuracy"], report["units"]
     for name, value in accuracy.items():
         print(f"{name:20} {value:.5g}")
     print(f"{'units':20} {', '.join(f'{count} {level}' for level, count in units.items())}")
     print(f"{'time, peak memory':20} {report['seconds']} s, {report['peak_memory_mb']} MB")
-    print(f"wrote {args.output} (the table of all units is in its report, the ten worst are above)")
+    print(f"wrote {args.output}" + (" (its report has all units, the ten worst are above)" if table else ""))
     return 0
 
 

@@ -25,7 +25,7 @@ class PackedMatrix:
         group: columns that share a scale (int4); k for int8 and fp16.
         values: fp16 or int8 ``(n, k)``, or uint8 ``(n, bytes)`` of int4 in the kernels' order.
         scales: fp32 ``(n,)`` of int8, fp16 ``(n, groups)`` of int4, else ``None``.
-        zeros: uint8 ``(n, groups)`` of int4, else ``None``.
+        extra: zero points of int4, uint8 ``(n, groups)``; factors of the columns of int8, fp32 ``(k,)``, or ``None``.
     """
 
     kind: int
@@ -33,7 +33,7 @@ class PackedMatrix:
     group: int
     values: NDArray[np.generic]
     scales: NDArray[np.generic] | None = None
-    zeros: NDArray[np.uint8] | None = None
+    extra: NDArray[np.generic] | None = None
 
     @classmethod
     def half(cls, w: NDArray[np.float16]) -> PackedMatrix:
@@ -42,11 +42,22 @@ class PackedMatrix:
         return cls(HALF, (rows, columns), columns, np.ascontiguousarray(w, np.float16))
 
     @classmethod
-    def int8(cls, q: NDArray[np.int8], scales: NDArray[np.float32], quantize_inputs: bool = False) -> PackedMatrix:
-        """``w[i, j] = q[i, j] * scales[i]``."""
+    def int8(
+        cls,
+        q: NDArray[np.int8],
+        scales: NDArray[np.float32],
+        quantize_inputs: bool = False,
+        factors: NDArray[np.float32] | None = None,
+    ) -> PackedMatrix:
+        """``w[i, j] = q[i, j] * scales[i]``, times ``factors[j]`` where given (not with ``quantize_inputs``)."""
         rows, columns = q.shape
+        if factors is not None:
+            if quantize_inputs:
+                raise ValueError("inputs are rounded to int8 without factors")
+            factors = np.ascontiguousarray(factors, np.float32)
         kind = INT8_INPUTS if quantize_inputs else INT8
-        return cls(kind, (rows, columns), columns, np.ascontiguousarray(q), np.ascontiguousarray(scales, np.float32))
+        q, scales = np.ascontiguousarray(q), np.ascontiguousarray(scales, np.float32)
+        return cls(kind, (rows, columns), columns, q, scales, factors)
 
     @classmethod
     def int4(
@@ -69,18 +80,19 @@ class PackedMatrix:
         return sum(part.nbytes for part in self.arrays())
 
     def arrays(self) -> list[NDArray[np.generic]]:
-        """Values, scales and zeros (where there are any)."""
-        return [part for part in (self.values, self.scales, self.zeros) if part is not None]
+        """Values, scales and extra, where there are any."""
+        return [part for part in (self.values, self.scales, self.extra) if part is not None]
 
     def unpack(self) -> NDArray[np.float32]:
         """The weight in fp32."""
         if self.scales is None:
             return self.values.astype(np.float32)
-        if self.zeros is None:
+        if self.kind != INT4:
             scaled: NDArray[np.float32] = self.values.astype(np.float32) * self.scales.astype(np.float32)[:, None]
-            return scaled
+            return scaled if self.extra is None else scaled * self.extra.astype(np.float32)
+        assert self.extra is not None
         q = _unpack(self.values.astype(np.uint8, copy=False), self.shape[1])
-        spread = [np.repeat(part.astype(np.float32), self.group, 1) for part in (self.zeros, self.scales)]
+        spread = [np.repeat(part.astype(np.float32), self.group, 1) for part in (self.extra, self.scales)]
         zeros, scales = (part[:, : self.shape[1]] for part in spread)
         result: NDArray[np.float32] = (q - zeros) * scales
         return result
@@ -102,14 +114,14 @@ def describe(weight: PackedMatrix | NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def make_quant_linear(kind: int, group: int, out_features: int) -> Callable:
-    """``linear(x, values[, scales[, zeros]])``: ``x (m, k)`` fp32 times the transpose of a packed matrix."""
+    """``linear(x, values[, scales[, extra]])``: ``x (m, k)`` fp32 times the transpose of a packed matrix."""
     from ms_longctx.kernels.custom import operator
 
     return operator("QuantLinear", lambda x, *parts: [x[0], out_features], lambda x, *parts: x, kind=kind, group=group)
 
 
 def make_quant_rows(kind: int, group: int, columns: int) -> Callable:
-    """``rows(ids, values[, scales[, zeros]])``: rows ``ids (m,)`` int32 of a packed matrix, fp32 ``(m, columns)``."""
+    """``rows(ids, values[, scales[, extra]])``: rows ``ids (m,)`` int32 of a packed matrix, fp32 ``(m, columns)``."""
     import mindspore as ms
 
     from ms_longctx.kernels.custom import operator

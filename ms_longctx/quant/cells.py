@@ -19,12 +19,12 @@ from ms_longctx.nn.linear import Linear
 from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 from ms_longctx.quant.weights import Int4Weight
 
-PARTS = ("values", "scales", "zeros")
+PARTS = ("values", "scales", "extra")
 _LOSS_TOKENS = 256
 
 
 class Packed(nn.Cell):
-    """Parameters of a packed matrix: ``values``, ``scales`` but for fp16, ``zeros`` of int4; none of them trains."""
+    """Parameters of a packed matrix, what it has of ``values``, ``scales`` and ``extra``; none of them trains."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class QuantizedLinear(Packed):
     def construct(self, x: Tensor) -> Tensor:
         rows = ops.reshape(x, (-1, self.in_features))
         if self.parts == 3:
-            y = self.linear(rows, self.values, self.scales, self.zeros)
+            y = self.linear(rows, self.values, self.scales, self.extra)
         elif self.parts == 2:
             y = self.linear(rows, self.values, self.scales)
         else:
@@ -80,7 +80,12 @@ class QuantizedEmbedding(Packed):
 
     def construct(self, ids: Tensor) -> Tensor:
         ids32 = ops.cast(ops.reshape(ids, (-1,)), ms.int32)
-        out = self.rows(ids32, self.values, self.scales) if self.parts == 2 else self.rows(ids32, self.values)
+        if self.parts == 3:
+            out = self.rows(ids32, self.values, self.scales, self.extra)
+        elif self.parts == 2:
+            out = self.rows(ids32, self.values, self.scales)
+        else:
+            out = self.rows(ids32, self.values)
         return ops.reshape(out, ids.shape + (self.columns,))
 
 

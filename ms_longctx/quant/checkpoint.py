@@ -14,7 +14,7 @@ from ms_longctx.models.hf import find_tensors
 from ms_longctx.models.hf_config import CONFIG_FILE, read_config, read_json
 from ms_longctx.models.safetensors_io import FLOATS, INTEGERS
 from ms_longctx.parallel.slices import Piece
-from ms_longctx.quant.files import ROW_SCALES
+from ms_longctx.quant.files import FACTORS, ROW_SCALES
 from ms_longctx.quant.layouts import read_awq, read_int, read_packed
 from ms_longctx.quant.scheme import Scheme
 from ms_longctx.quant.weights import Weight, round_int8
@@ -77,7 +77,8 @@ class QuantizedCheckpoint:
             MsLongctxError: parts of it are missing or do not fit together.
         """
         if name in self._row_scales:
-            return round_int8(self._tensor(name).astype(np.float32), self._row_scales[name])
+            factors = self._row_scales.get(name + FACTORS)
+            return round_int8(self._tensor(name).astype(np.float32), self._row_scales[name], factors)
         module = name.removesuffix(".weight")
         if module == name:
             return None

@@ -26,8 +26,10 @@ from ms_longctx.quant.model import EMBEDDING, HEAD, LAST_NORM, QuantizedModel
 from ms_longctx.quant.weights import Int4Weight, Int8Weight
 
 log = logging.getLogger(__name__)
+Floats = NDArray[np.float32]
 LAYOUTS = ("awq", "compressed-tensors")
 ROW_SCALES = "row_scales.npz"  # of an embedding or head in int8; other programs read its values as fp16
+FACTORS = ":factors"  # behind the name of a table there: those of its columns
 REPORT = "quantization_report.json"
 _FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 _TYPES = {"int8": "I8", "int32": "I32", "int64": "I64", "float16": "F16", "float32": "F32"}
@@ -75,7 +77,7 @@ def _write(model: QuantizedModel, partial: Path, layout: str, report: dict[str, 
             for name, array in _layer_tensors(model, layer, layout):
                 writer.add(f"model.layers.{layer}.{name}", array)
     if model.rows:
-        np.savez(partial / ROW_SCALES, **{name: rows.scales for name, rows in model.rows.items()})
+        np.savez(partial / ROW_SCALES, **_scales(model.rows))
     write_config(config, partial, "float16")
     path = partial / CONFIG_FILE
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -84,6 +86,12 @@ def _write(model: QuantizedModel, partial: Path, layout: str, report: dict[str, 
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(model.source.path, partial)
+
+
+def _scales(rows: dict[str, Int8Weight]) -> dict[str, Floats]:
+    """What turns the stored fp16 values of each table back to int8."""
+    scales = {name: table.scales for name, table in rows.items()}
+    return scales | {name + FACTORS: table.factors for name, table in rows.items() if table.factors is not None}
 
 
 def _outer_tensors(model: QuantizedModel) -> Iterator[tuple[str, NDArray[np.generic]]]:

@@ -97,9 +97,9 @@ class LayerRunner:
         step = max(1, _TOKENS // self._length)
         return [slice(start, start + step) for start in range(0, len(states), step)]
 
-    def inputs(self, unit: str, states: NDArray[np.floating]) -> Floats:
+    def inputs(self, unit: str, states: NDArray[np.floating], int8_inputs: frozenset[str] = frozenset()) -> Floats:
         """What the unit's matrices get ``(tokens, features)`` when ``states`` come before its half of the layer."""
-        self._watch, self._int8_inputs = None, frozenset()
+        self._watch, self._int8_inputs = None, int8_inputs
         half = next(half for half, units in enumerate(HALVES) if unit in units)
         x = self._enter(half, _tensor(states))
         if unit == HALVES[half][1]:
@@ -184,15 +184,6 @@ class InputStats:
     def sample(self) -> Floats:
         """Some of the tokens ``(about 1000, features)``."""
         return np.concatenate(self._samples)
-
-    def scaled(self, scales: Floats) -> InputStats:
-        """The statistics of ``x / scales``."""
-        result = InputStats.__new__(InputStats)
-        result.gram = self.gram / np.outer(scales, scales)
-        result.largest = self.largest / scales
-        result._sum, result._tokens = self._sum / scales, self._tokens
-        result._samples = [part / scales for part in self._samples]
-        return result
 
 
 _GRAM_TOKENS = 16384  # enough for the second moments of a few thousand features

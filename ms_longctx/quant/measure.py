@@ -101,11 +101,8 @@ class Comparison:
 def _logits(x: Floats, head: Floats, rows: Int8Weight | None) -> Floats:
     if rows is None:
         return x @ head.T
-    out = np.empty((len(x), len(rows.q)), np.float32)
-    for start in range(0, len(rows.q), _ROWS):
-        part = slice(start, start + _ROWS)
-        np.multiply(x @ rows.q[part].astype(np.float32).T, rows.scales[part], out=out[:, part])
-    return out
+    parts = [slice(start, start + _ROWS) for start in range(0, len(rows.q), _ROWS)]
+    return np.concatenate([x @ rows.values(part).T for part in parts], 1)
 
 
 def _cosines(a: Floats, b: Floats) -> Floats:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.errors import MsLongctxError
 from ms_longctx.quant.layer import InputStats
-from ms_longctx.quant.rounding import Moments, clipped_ranges, gptq_int4, gptq_int8
+from ms_longctx.quant.rounding import Moments, gptq_int4, gptq_int8
 from ms_longctx.quant.scaling import ALPHAS, awq_scales, smoothquant_scales
 from ms_longctx.quant.weights import Weight, quantize_int4
 
@@ -28,16 +28,18 @@ class Method(ABC):
 
     Attributes:
         levels: what a unit can become, the smallest first; the search moves units up.
-        propagates: whether matrices are rounded for what the rounded ones before them give
+        propagates: whether matrices are at last rounded for what the rounded ones before them give
             (:mod:`ms_longctx.quant.propagation`).
     """
 
     levels: tuple[str, ...]
-    propagates = False
+    propagates: bool = True
 
     @abstractmethod
-    def scales(self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig) -> Floats | None:
-        """See :mod:`ms_longctx.quant.scaling`; ``None`` without scaling."""
+    def scales(
+        self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig, level: str
+    ) -> Floats | None:
+        """See :mod:`ms_longctx.quant.scaling`; ``None`` without scaling. ``level`` is that of the unit."""
 
     @abstractmethod
     def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
@@ -57,9 +59,11 @@ class Int8(Method):
         self._alphas = ALPHAS if alpha is None else (alpha,)
         self.levels = (INT8_BOTH, INT8_WEIGHTS, KEPT) if self._smooth else (INT8_WEIGHTS, KEPT)
 
-    def scales(self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig) -> Floats | None:
-        """SmoothQuant's."""
-        return smoothquant_scales(unit, matrices, stats, config, self._alphas) if self._smooth else None
+    def scales(
+        self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig, level: str
+    ) -> Floats | None:
+        """SmoothQuant's, where inputs are rounded."""
+        return smoothquant_scales(unit, matrices, stats, config, self._alphas) if level == INT8_BOTH else None
 
     def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
         """A scale a row; columns make up for one another's rounding (GPTQ)."""
@@ -70,11 +74,14 @@ class RoundToNearest(Method):
     """Int4 over groups without looking at the inputs."""
 
     levels = (INT4, KEPT)
+    propagates = False
 
     def __init__(self, group: int) -> None:
         self.group = group
 
-    def scales(self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig) -> Floats | None:
+    def scales(
+        self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig, level: str
+    ) -> Floats | None:
         """None."""
         return None
 
@@ -86,19 +93,22 @@ class RoundToNearest(Method):
 class Awq(RoundToNearest):
     """Activation-aware weight quantization (arXiv 2306.00978): searched scales, then searched clipping.
 
-    Within the clipped ranges columns and layers make up for one another's rounding, as with :class:`Gptq`.
+    Columns and layers make up for one another's rounding, as with :class:`Gptq`.
     """
 
     propagates = True
 
-    def scales(self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig) -> Floats | None:
+    def scales(
+        self, unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig, level: str
+    ) -> Floats | None:
         """AWQ's."""
+        if level == KEPT:
+            return None
         return awq_scales(unit, matrices, stats, config, self.group)
 
     def quantize(self, module: str, w: Floats, moments: Moments) -> Weight:
-        """GPTQ after clipping; queries and keys are not clipped, their product would feel it (as AutoAWQ)."""
-        unclipped = module.endswith(("q_proj", "k_proj"))
-        return gptq_int4(w, moments, self.group, None if unclipped else clipped_ranges(w, moments.gram, self.group))
+        """GPTQ with clipping; queries and keys are not clipped, their product would feel it (as AutoAWQ)."""
+        return gptq_int4(w, moments, self.group, clip=not module.endswith(("q_proj", "k_proj")))
 
 
 class Gptq(RoundToNearest):

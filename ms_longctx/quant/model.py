@@ -89,7 +89,7 @@ def embed(source: TensorSource, tokens: NDArray[np.int32], rows: Int8Weight | No
     if rows is None:
         table: Floats = source.read(EMBEDDING)[tokens].astype(np.float32, copy=False)
         return table
-    return rows.q[tokens] * rows.scales[tokens][..., None]
+    return rows.values(tokens)
 
 
 def normed(source: TensorSource, x: Floats, weight: Floats) -> Floats:

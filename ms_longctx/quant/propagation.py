@@ -27,22 +27,22 @@ class DisturbedMoments(Moments):
         gram: ``sum x' x'^T (k, k)``.
         wanted: ``sum t x'^T (n, k)``, or with ``of_inputs`` ``sum x x'^T (k, k)``, to be multiplied with W.
         of_inputs: see ``wanted``.
+        tokens: how many were summed.
     """
 
-    def __init__(self, gram: Floats, wanted: Floats, of_inputs: bool) -> None:
+    def __init__(self, gram: Floats, wanted: Floats, of_inputs: bool, tokens: int) -> None:
         super().__init__(gram)
-        self._wanted, self._of_inputs = wanted, of_inputs
-
-    def scaled(self, scales: Floats) -> DisturbedMoments:
-        """Those of ``x' / scales`` and ``x / scales``."""
-        columns = np.outer(scales, scales)
-        wanted = self._wanted / (columns if self._of_inputs else scales)
-        return DisturbedMoments(self.gram / columns, wanted, self._of_inputs)
+        self._wanted, self._of_inputs, self._tokens = wanted, of_inputs, tokens
 
     def corrected(self, w: Floats) -> Floats:
-        """W' of ``w (n, k)``; what the tokens do not determine stays as it is."""
+        """W' of ``w (n, k)``, as far as the tokens determine it.
+
+        A fit of k numbers to n tokens explains k / n of what is mere chance, so that share of the change is left out.
+        """
+        share = max(0.0, 1 - len(self.gram) / max(self._tokens, 1))
         wanted = w @ self._wanted if self._of_inputs else self._wanted
-        result: Floats = w + ((wanted - w @ self.gram) @ self.factor.T) @ self.factor
+        change = ((wanted - w @ self.gram) @ self.factor.T) @ self.factor
+        result: Floats = w + np.float32(share) * change
         return result
 
 
@@ -57,46 +57,50 @@ class Propagation:
     def __init__(self, states: Halves, runner: LayerRunner) -> None:
         self._states, self._runner = states.copy(), runner
 
-    def first(self, unit: str, original: Halves, every: int) -> DisturbedMoments:
+    def first(self, unit: str, original: Halves, every: int, int8_inputs: frozenset[str]) -> DisturbedMoments:
         """Of a unit that reads a norm.
 
         Args:
             unit: its name; the norm before it has to be loaded.
             original: states of the original before this half of the layer.
             every: one in so many tokens counts.
+            int8_inputs: units whose inputs are rounded to int8.
         """
         sums = _Sums()
         for part in self._runner.chunks(original):
-            disturbed = self._runner.inputs(unit, self._states[part])[::every]
+            disturbed = self._runner.inputs(unit, self._states[part], int8_inputs)[::every]
             sums.add(self._runner.inputs(unit, original[part])[::every], disturbed)
-        return DisturbedMoments(sums.gram, sums.wanted, of_inputs=True)
+        return DisturbedMoments(sums.gram, sums.wanted, of_inputs=True, tokens=sums.tokens)
 
-    def second(self, unit: str, behind: Halves, every: int) -> DisturbedMoments:
+    def second(self, unit: str, behind: Halves, every: int, int8_inputs: frozenset[str]) -> DisturbedMoments:
         """Of a unit that writes to the residual stream.
 
         Args:
             unit: its name; what comes before it in the layer has to be loaded in its rounded form.
             behind: states of the original behind this half of the layer.
             every: one in so many tokens counts.
+            int8_inputs: units whose inputs are rounded to int8.
         """
         sums = _Sums()
         for part in self._runner.chunks(behind):
             missing = behind[part].astype(np.float32) - self._states[part]
             flat = missing.reshape(-1, missing.shape[-1])
-            sums.add(flat[::every], self._runner.inputs(unit, self._states[part])[::every])
-        return DisturbedMoments(sums.gram, sums.wanted, of_inputs=False)
+            sums.add(flat[::every], self._runner.inputs(unit, self._states[part], int8_inputs)[::every])
+        return DisturbedMoments(sums.gram, sums.wanted, of_inputs=False, tokens=sums.tokens)
 
-    def advance(self, half: int) -> None:
+    def advance(self, half: int, int8_inputs: frozenset[str]) -> None:
         """Through a half of the layer, which has to be loaded in its rounded form."""
-        self._runner.run(self._states, in_place=True, halves=(half,))
+        self._runner.run(self._states, int8_inputs, in_place=True, halves=(half,))
 
 
 class _Sums:
     def __init__(self) -> None:
         self.gram: Floats = np.zeros((), np.float32)
         self.wanted: Floats = np.zeros((), np.float32)
+        self.tokens = 0
 
     def add(self, wanted: Floats, inputs: Floats) -> None:
         inputs = np.ascontiguousarray(inputs)
+        self.tokens += len(inputs)
         self.gram = self.gram + inputs.T @ inputs
         self.wanted = self.wanted + np.ascontiguousarray(wanted).T @ inputs

@@ -59,6 +59,12 @@ class Moments:
         """:func:`inverse_factor` of ``gram``."""
         return inverse_factor(self.gram)
 
+    def scaled(self, scales: Floats) -> Moments:
+        """Those of ``x / scales``, with the damping of ``x``."""
+        result = Moments(self.gram / np.outer(scales, scales))
+        result.factor = self.factor * scales
+        return result
+
 
 def clipped_ranges(w: Floats, gram: Floats, group: int) -> Ranges:
     """The range of each group, clipped to 100 % ... 50 %, of the smallest output error of rounding to nearest.
@@ -92,22 +98,21 @@ def _group_errors(difference: Floats, gram: Floats, group: int) -> Floats:
     return errors
 
 
-def gptq_int4(w: Floats, moments: Moments, group: int, ranges: Ranges | None = None) -> Int4Weight:
+def gptq_int4(w: Floats, moments: Moments, group: int, clip: bool = False) -> Int4Weight:
     """GPTQ (arXiv 2210.17323, algorithm 1): round column by column and let the columns to come make up for it.
 
     Args:
         w: fp32 ``(n, k)``.
         moments: of the inputs.
-        group: columns a group.
-        ranges: what each group should reach (see :func:`~ms_longctx.quant.weights.quantize_int4`); ``None``: all that
-            is left to round there when its first column is reached.
+        group: columns a group; its grid is chosen when its first column is reached, from what is left to round there.
+        clip: choose grids by :func:`clipped_ranges`; else they reach from the smallest to the largest value.
     """
     parts: list[Int4Weight] = []
 
     def grid(block: Floats) -> _Grid:
-        index = len(parts)
-        reach = None if ranges is None else (ranges[0][:, index : index + 1], ranges[1][:, index : index + 1])
-        parts.append(quantize_int4(block, group, reach))
+        columns = slice(len(parts) * group, len(parts) * group + block.shape[1])
+        ranges = clipped_ranges(block, moments.gram[columns, columns], group) if clip else None
+        parts.append(quantize_int4(block, group, ranges))
         return _Grid(parts[-1].scales[:, 0].astype(np.float32), parts[-1].zeros[:, 0].astype(np.float32), 0, INT4_MAX)
 
     q = _gptq(w, moments.factor, group, grid).astype(np.uint8)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding and output head in int8."""
+"""Embedding and output head in int8.
+
+The columns of a real model's table differ in size by ten and more, and the largest decide the scale of every row. So
+columns get factors, powers of two: the stored fp16 values stay exact.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ from numpy.typing import NDArray
 from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.quant.model import EMBEDDING, HEAD, LAST_NORM, normed
 from ms_longctx.quant.rounding import compensated_int8, inverse_factor
+from ms_longctx.quant.scaling import moment_error
 from ms_longctx.quant.weights import Int8Weight, round_int8, row_scales
 
 Floats = NDArray[np.float32]
 _CHUNK = 4096  # rows: the table is large, its copies should not be
 _TOKENS = 16384  # for the second moments
+_SOME_ROWS = 2048  # on which factors are compared
+_POWERS = (0.0, 0.25, 0.5, 0.75)
 # A tied table is an embedding too, whose error counts in all directions alike: more damping, less compensation.
-_DAMPING, _TIED_DAMPING = 0.01, 1.0
+_DAMPING, _TIED_DAMPING = 0.01, 0.1
 
 
 def round_rows(source: TensorSource, states: NDArray[np.floating]) -> dict[str, Int8Weight]:
@@ -30,10 +37,11 @@ def round_rows(source: TensorSource, states: NDArray[np.floating]) -> dict[str, 
     """
     gram = _moments(source, states)
     if source.config.tie_word_embeddings:
-        return {EMBEDDING: _round(_read(source, EMBEDDING), inverse_factor(gram, _TIED_DAMPING))}
+        return {EMBEDDING: _round_head(_read(source, EMBEDDING), gram, _TIED_DAMPING)}
+    embedding = _read(source, EMBEDDING)
     return {
-        EMBEDDING: _round(_read(source, EMBEDDING)),
-        HEAD: _round(_read(source, HEAD), inverse_factor(gram, _DAMPING)),
+        EMBEDDING: round_int8(embedding, row_scales(embedding)),
+        HEAD: _round_head(_read(source, HEAD), gram, _DAMPING),
     }
 
 
@@ -42,14 +50,30 @@ def _read(source: TensorSource, name: str) -> Floats:
     return table
 
 
-def _round(table: Floats, upper: Floats | None = None) -> Int8Weight:
-    scales = row_scales(table)
-    q = np.empty(table.shape, np.int8)
+def _round_head(table: Floats, gram: Floats, damping: float) -> Int8Weight:
+    some = np.ascontiguousarray(table[:: max(1, len(table) // _SOME_ROWS)])
+    candidates = [_factors(table, power) for power in _POWERS]
+    errors = [moment_error(_compensated(some, gram, damping, f).values() - some, gram) for f in candidates]
+    return _compensated(table, gram, damping, candidates[int(np.argmin(errors))])
+
+
+def _factors(table: Floats, power: float) -> Floats:
+    """``2^n`` of columns whose root mean square is above the median, closest to their ratio to that power."""
+    sizes = np.sqrt(np.square(table).mean(0))
+    ratios = np.maximum(sizes / max(float(np.median(sizes)), 1e-30), 1)
+    factors: Floats = np.exp2(np.round(power * np.log2(ratios))).astype(np.float32)
+    return factors
+
+
+def _compensated(table: Floats, gram: Floats, damping: float, factors: Floats) -> Int8Weight:
+    upper = inverse_factor(gram * np.outer(factors, factors), damping)
+    q, scales = np.empty(table.shape, np.int8), np.empty(len(table), np.float32)
     for start in range(0, len(table), _CHUNK):
         part = slice(start, start + _CHUNK)
-        rows, grid = table[part], scales[part]
-        q[part] = (round_int8(rows, grid) if upper is None else compensated_int8(rows, grid, upper)).q
-    return Int8Weight(q, scales)
+        rows = table[part] / factors
+        scales[part] = row_scales(rows)
+        q[part] = compensated_int8(rows, scales[part], upper).q
+    return Int8Weight(q, scales, factors)
 
 
 def _moments(source: TensorSource, states: NDArray[np.floating]) -> Floats:

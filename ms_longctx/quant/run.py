@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -16,13 +17,14 @@ from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 from ms_longctx.quant.files import LAYOUTS, check_output, save_quantized
 from ms_longctx.quant.layer import UNITS
 from ms_longctx.quant.measure import Accuracy
-from ms_longctx.quant.methods import KEPT, make_method
+from ms_longctx.quant.methods import KEPT, Method, make_method
 from ms_longctx.quant.mindir import open_weights
-from ms_longctx.quant.model import QuantizedModel
+from ms_longctx.quant.model import Levels, QuantizedModel
 from ms_longctx.quant.quantizer import Quantizer, release_memory
 from ms_longctx.quant.search import NotReached, Search
 from ms_longctx.quant.texts import cut_windows, read_texts, split_heldout
 
+log = logging.getLogger(__name__)
 DEFAULT_THRESHOLD = {"int8": 0.98}  # int4 has none: what it loses is reported
 
 
@@ -56,7 +58,7 @@ class Options:
     method: str = "int8"
     layout: str | None = None
     accuracy_threshold: float | None = None
-    max_kept: float = 0.25
+    max_kept: float = 0.2
     samples: int = 512
     seq_length: int = 256
     heldout_samples: int = 32
@@ -83,19 +85,48 @@ def quantize(options: Options) -> tuple[dict[str, Any], list[str]]:
     method = make_method(options.method, source.config, options.group_size, **int8)
     quantizer = _quantizer(options, source, method)
     release_memory()  # of texts and tokenizer
-    model, comparison = quantizer.run()
     threshold = options.accuracy_threshold
     if threshold is None:
         threshold = DEFAULT_THRESHOLD.get(options.method, 0.0)
-    search = Search(quantizer, model, comparison, threshold, options.max_kept)
-    try:
-        accuracy = search.run()
-    except NotReached as error:
-        error.table = list(search.table())
-        raise
-    report = _report(options, model, accuracy, threshold, time.perf_counter() - start)
+    model, accuracy, table = decide(quantizer, method, threshold, options.max_kept)
+    report = _report(options, model, accuracy, threshold, time.perf_counter() - start) | {"table": table}
     save_quantized(model, Path(options.output), layout, report)
-    return report, list(search.table())
+    return report, table
+
+
+def decide(
+    quantizer: Quantizer, method: Method, threshold: float, max_kept: float
+) -> tuple[QuantizedModel, Accuracy, list[str]]:
+    """The model that holds the threshold, its accuracy, and a line for each unit where a search was needed.
+
+    Levels are searched with every matrix rounded by itself, so that any choice of levels can be measured at once. Then
+    all layers are rounded again for what the ones before them give, which makes up for most of what is left.
+    """
+    if method.propagates:
+        levels, table = _search_levels(quantizer, threshold, max_kept) if threshold > 0 else ({}, [])
+        model, comparison = quantizer.run(levels, propagate=True)
+        accuracy = comparison.measure(quantizer.measure_states(model), model.rows)
+        log.info("layers rounded for one another: %s", accuracy)
+    else:
+        model, accuracy, table = _search(quantizer, threshold, max_kept)
+    if not accuracy.holds(threshold):
+        raise NotReached(
+            f"--accuracy_threshold {threshold} is out of reach with at most {max_kept:.0%} of the weights kept in "
+            f"fp16: {accuracy}; lower it, raise --max_kept, or calibrate on more text like the held-out one",
+            table,
+        )
+    return model, accuracy, table
+
+
+def _search(quantizer: Quantizer, threshold: float, max_kept: float) -> tuple[QuantizedModel, Accuracy, list[str]]:
+    model, comparison = quantizer.run()
+    search = Search(quantizer, model, comparison, threshold, max_kept)
+    return model, search.run(), list(search.table())
+
+
+def _search_levels(quantizer: Quantizer, threshold: float, max_kept: float) -> tuple[Levels, list[str]]:
+    model, _, table = _search(quantizer, threshold, max_kept)
+    return model.levels, table  # and not the model, whose memory is needed
 
 
 def _layout(options: Options) -> str:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ms_longctx.config.model import LlamaConfig
 from ms_longctx.quant.layer import UNITS, InputStats, LayerWeights, round_inputs
-from ms_longctx.quant.weights import quantize_int4, quantize_int8
+from ms_longctx.quant.rounding import Moments, gptq_int4
+from ms_longctx.quant.weights import quantize_int8
 
 Floats = NDArray[np.float32]
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -26,6 +27,7 @@ _PRODUCER = {
     "down": "mlp.up_proj",
 }
 _LIMIT = 1e4
+_RATIOS, _BOTH_RATIOS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8), (0.3, 0.5, 0.7)  # of AWQ
 _ROWS = 512  # on which scales are compared
 
 
@@ -77,23 +79,23 @@ def smoothquant_scales(
     return _best(candidates, error)
 
 
-def awq_scales(
-    unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig, group: int, grid: int = 20
-) -> Floats:
-    """AWQ's scales ``mean|x|^r`` with the r of the smallest error, r = 0 (none), 1/grid, ..., and also
-    ``mean|x|^r / mean|w|^(1 - r)`` as AutoAWQ tries it.
+def awq_scales(unit: str, matrices: Sequence[Floats], stats: InputStats, config: LlamaConfig, group: int) -> Floats:
+    """AWQ's scales ``mean|x|^r``, or ``mean|x|^r / mean|w|^(1 - r)`` as AutoAWQ tries it too, of the smallest error.
 
-    The error of the outputs over all calibration tokens follows from their second moments G = sum x x^T:
-    ``|(Q(w s) / s - w) x|^2 = tr(D G D^T)``.
+    The error is that of the outputs over all calibration tokens, which follows from their second moments
+    G = sum x x^T: ``|(Q(w s) / s - w) x|^2 = tr(D G D^T)``. Q is GPTQ, which follows: for it the best scales are closer
+    to 1 than for rounding to nearest.
     """
     matrices = _some_rows(matrices)
     inputs = np.maximum(tie_heads(unit, stats.mean, config), 1e-4)
     columns = np.maximum(tie_heads(unit, _relative_columns(matrices, group), config), 1e-4)
-    ratios = np.arange(grid) / grid
-    candidates = [_normal(inputs**r) for r in ratios] + [_normal(inputs**r / columns ** (1 - r)) for r in ratios[::2]]
+    candidates = [_normal(inputs**r) for r in _RATIOS] + [_normal(inputs**r / columns ** (1 - r)) for r in _BOTH_RATIOS]
+    moments = Moments(stats.gram)
 
     def error(scales: Floats) -> float:
-        return sum(moment_error(quantize_int4(w * scales, group).values() / scales - w, stats.gram) for w in matrices)
+        scaled = moments.scaled(scales)
+        rounded = (gptq_int4(w * scales, scaled, group).values() / scales for w in matrices)
+        return sum(moment_error(q - w, stats.gram) for q, w in zip(rounded, matrices, strict=True))
 
     return _best(candidates, error)
 

@@ -20,11 +20,14 @@ _STEPS = 16  # a level is tried in this many shares of the units
 class NotReached(MsLongctxError):
     """The accuracy is out of reach within the share of weights that may be kept.
 
-    Attributes:
+    Args:
+        message: says how far it came.
         table: lines on what each unit loses.
     """
 
-    table: list[str]
+    def __init__(self, message: str, table: list[str]) -> None:
+        super().__init__(message)
+        self.table = table
 
 
 class Search:
@@ -49,28 +52,20 @@ class Search:
         self._threshold, self._max_kept = threshold, max_kept
 
     def run(self) -> Accuracy:
-        """The accuracy of the model as it is left.
-
-        Raises:
-            NotReached: the message ends with the accuracy that was reached; the table is :meth:`table`.
-        """
-        best = self._measure({})
-        if best.holds(self._threshold):
-            return best
+        """The accuracy of the model as it is left; where the threshold cannot be held, with all that may be moved."""
+        accuracy = self._measure({})
         levels: Levels = {}
         method_levels = self._model.method.levels
         for lower, upper in zip(method_levels[:-1], method_levels[1:], strict=True):
+            if accuracy.holds(self._threshold):
+                break
             order = self._order(lower, upper)
             allowed = self._allowed(order) if upper == KEPT else len(order)
-            everything = {**levels, **dict.fromkeys(order[:allowed], upper)}
-            best = self._measure(everything)
-            if best.holds(self._threshold):
-                return self._fewest(levels, order[:allowed], upper, best)
-            levels = everything
-        raise NotReached(
-            f"--accuracy_threshold {self._threshold} is out of reach with at most {self._max_kept:.0%} of the weights "
-            f"kept in fp16: {best}; lower it, raise --max_kept, or calibrate on more text like the held-out one"
-        )
+            accuracy = self._measure({**levels, **dict.fromkeys(order[:allowed], upper)})
+            if accuracy.holds(self._threshold):
+                return self._fewest(levels, order[:allowed], upper, accuracy)
+            levels = self._model.levels
+        return accuracy
 
     def table(self) -> Iterator[str]:
         """One line a unit: what it is and what it disturbs at each level, the worst first."""

@@ -17,18 +17,23 @@ INT8_MAX, INT4_MAX = 127, 15
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """``w[i, j] = q[i, j] * scales[i]``: int8 ``(n, k)`` and fp32 ``(n,)``."""
+    """``w[i, j] = q[i, j] * scales[i]``: int8 ``(n, k)`` and fp32 ``(n,)``; times ``factors[j]``, where there are any.
+
+    Factors are powers of two, at least 1.
+    """
 
     q: NDArray[np.int8]
     scales: Floats
+    factors: Floats | None = None
 
-    def values(self) -> Floats:
-        """The weight in fp32."""
-        return self.q.astype(np.float32) * self.scales[:, None]
+    def values(self, rows: NDArray[np.integer] | slice = slice(None)) -> Floats:
+        """The weight in fp32, or some rows of it."""
+        result: Floats = self.q[rows].astype(np.float32) * self.scales[rows][..., None]
+        return result if self.factors is None else result * self.factors
 
     def packed(self, quantize_inputs: bool = False) -> PackedMatrix:
         """For the kernels; with inputs rounded to int8 as well if wanted."""
-        return PackedMatrix.int8(self.q, self.scales, quantize_inputs)
+        return PackedMatrix.int8(self.q, self.scales, quantize_inputs, self.factors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +74,11 @@ def quantize_int8(w: Floats) -> Int8Weight:
     return round_int8(w, largest / np.float32(INT8_MAX))
 
 
-def round_int8(w: Floats, scales: Floats) -> Int8Weight:
-    """The nearest values of the grid that ``scales (n,)`` spans; scale 0 gives 0."""
+def round_int8(w: Floats, scales: Floats, factors: Floats | None = None) -> Int8Weight:
+    """The nearest values of the grid that ``scales (n,)`` and ``factors (k,)`` span; scale 0 gives 0."""
     rate = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
-    q = np.rint(w * rate[:, None])
-    return Int8Weight(np.clip(q, -INT8_MAX, INT8_MAX, out=q).astype(np.int8), scales.astype(np.float32))
+    q = np.rint((w if factors is None else w / factors) * rate[:, None])
+    return Int8Weight(np.clip(q, -INT8_MAX, INT8_MAX, out=q).astype(np.int8), scales.astype(np.float32), factors)
 
 
 def row_scales(w: Floats) -> Floats:

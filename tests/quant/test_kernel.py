@@ -64,6 +64,19 @@ def test_int8(columns: int, both: bool) -> None:
         check(matrix, x, inputs @ w.T)
 
 
+@pytest.mark.parametrize("columns", [576, 33])
+def test_factors_of_columns(columns: int) -> None:
+    rng = np.random.default_rng(3)
+    q = rng.integers(-127, 128, (27, columns)).astype(np.int8)
+    scales, factors = rng.random(27).astype(np.float32), np.exp2(rng.integers(0, 5, columns)).astype(np.float32)
+    matrix = PackedMatrix.int8(q, scales, factors=factors)
+    w = q * scales.astype(np.float64)[:, None] * factors
+    np.testing.assert_allclose(matrix.unpack(), w, rtol=1e-7)
+    for rows in ROWS:
+        x = rng.standard_normal((rows, columns)).astype(np.float32)
+        check(matrix, x, x.astype(np.float64) @ w.T)
+
+
 @pytest.mark.parametrize("columns", [576, 100, 33, 7])
 def test_half(columns: int) -> None:
     rng = np.random.default_rng(2)
@@ -77,11 +90,14 @@ def test_half(columns: int) -> None:
         check(matrix, x, x.astype(np.float64) @ w.astype(np.float64).T)
 
 
-@pytest.mark.parametrize("kind", ["int8", "half"])
+@pytest.mark.parametrize("kind", ["int8", "int8 with factors", "half"])
 def test_rows_of_an_embedding(kind: str) -> None:
     q = np.arange(-60, 60, dtype=np.int8).reshape(8, 15)
     scales = np.linspace(0.1, 1, 8).astype(np.float32)
-    matrix = PackedMatrix.int8(q, scales) if kind == "int8" else PackedMatrix.half(q.astype(np.float16))
+    factors = np.exp2(np.arange(15) % 3).astype(np.float32) if "factors" in kind else None
+    matrix = (
+        PackedMatrix.half(q.astype(np.float16)) if kind == "half" else PackedMatrix.int8(q, scales, factors=factors)
+    )
     ids = np.array([3, 0, 7, 3], np.int32)
     rows = make_quant_rows(matrix.kind, matrix.group, 15)(Tensor(ids), *map(Tensor, matrix.arrays())).asnumpy()
     np.testing.assert_array_equal(rows, matrix.unpack()[ids])

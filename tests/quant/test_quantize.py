@@ -29,7 +29,8 @@ from ms_longctx.quant.methods import INT8_BOTH, INT8_WEIGHTS, KEPT, make_method
 from ms_longctx.quant.mindir import open_weights
 from ms_longctx.quant.model import QuantizedModel
 from ms_longctx.quant.quantizer import Quantizer
-from ms_longctx.quant.search import NotReached, Search
+from ms_longctx.quant.run import decide
+from ms_longctx.quant.search import NotReached
 from tests.models.reference import torch_logits
 
 EXPORT = ["--format", "mindir", "--shapes", "64", "--chunk", "16"]
@@ -46,12 +47,10 @@ def quantized(
     max_kept: float = 0.25,
     rows: bool = True,
     **options: Any,
-) -> tuple[QuantizedModel, Accuracy, Search]:
+) -> tuple[QuantizedModel, Accuracy, list[str]]:
     source = open_checkpoint(folder)
-    quantizer = Quantizer(source, make_method(method, source.config, **options), tokens(12, 1), tokens(8, 2), rows)
-    model, comparison = quantizer.run()
-    search = Search(quantizer, model, comparison, threshold, max_kept)
-    return model, search.run(), search
+    chosen = make_method(method, source.config, **options)
+    return decide(Quantizer(source, chosen, tokens(40, 1), tokens(8, 2), rows), chosen, threshold, max_kept)
 
 
 def dequantized_in_torch(folder: Path, original: Path) -> transformers.PreTrainedModel:
@@ -168,10 +167,9 @@ def test_search_moves_units_until_the_threshold_holds(make_model: MakeModel, tok
     _, folder = make_model()
     _, lowest, _ = quantized(folder, tokens, "int8", rows=False)
     threshold = lowest.top1 + 0.01
-    model, accuracy, search = quantized(folder, tokens, "int8", threshold, max_kept=1.0, rows=False)
+    model, accuracy, lines = quantized(folder, tokens, "int8", threshold, max_kept=1.0, rows=False)
     assert not lowest.holds(threshold) and accuracy.holds(threshold)
     assert set(model.levels.values()) <= {INT8_WEIGHTS, KEPT} and model.levels
-    lines = list(search.table())
     assert len(lines) == 1 + 8 and sum(INT8_BOTH in line.split(maxsplit=3)[2] for line in lines[1:])
 
 

@@ -108,7 +108,7 @@ class Llama {
     const int32_t* tokens = args_.ptr<int32_t>(kTokens);
     for (int64_t m = 0; m < s_.count(); m++) {
       if (tokens[m] < 0 || tokens[m] >= s_.vocabulary) return false;
-      unpack_row(*args_.ptr<Matrix>(kEmbedding), tokens[m], s_.hidden, x_.get() + m * s_.hidden);
+      whole_row(*args_.ptr<Matrix>(kEmbedding), tokens[m], s_.hidden, x_.get() + m * s_.hidden);
     }
     return true;
   }

@@ -11,19 +11,19 @@ struct Form {
   int64_t kind, group;
 };
 
-// Argument first as a matrix, with first + 1 (not for fp16) and first + 2 (for int4).
+// Arguments from `first` to the output as a matrix: values, scales (not of fp16), zero points or factors (if any).
 Matrix matrix(const AotArgs& args, int first) {
   const Form& form = attributes<Form>(args);
-  if (form.kind == kHalf) return {form.kind, form.group, args.data[first], nullptr, nullptr};
-  const uint8_t* zeros = form.kind == kInt4 ? args.ptr<uint8_t>(first + 2) : nullptr;
-  return {form.kind, form.group, args.data[first], args.data[first + 1], zeros};
+  const int parts = args.count - 1 - first;
+  const auto part = [&](int i) -> const void* { return i < parts ? args.data[first + i] : nullptr; };
+  return {form.kind, form.group, part(0), part(1), part(2)};
 }
 
 int keep_form(AotExtra* extra) { return keep_attributes(extra, Form{extra->GetAttrInt("kind"), extra->GetAttrInt("group")}); }
 
 }  // namespace
 
-// (x (m, k), values[, scales[, zeros]]) -> (m, n)
+// (x (m, k), values[, scales[, zeros or factors]]) -> (m, n)
 int QuantLinear(const AotArgs& args) {
   const int out = args.count - 1;
   const int64_t n = args.dim(out, 1);
@@ -33,7 +33,7 @@ int QuantLinear(const AotArgs& args) {
 
 int QuantLinearInit(AotExtra* extra) { return keep_form(extra); }
 
-// (ids int32 (m), values[, scales[, zeros]]) -> (m, k)
+// (ids int32 (m), values[, scales[, zeros or factors]]) -> (m, k)
 int QuantRows(const AotArgs& args) {
   const int out = args.count - 1;
   const int64_t k = args.dim(out, 1), rows = args.dim(1, 0);
@@ -41,7 +41,7 @@ int QuantRows(const AotArgs& args) {
   for (int64_t m = 0; m < args.dim(0, 0); m++) {
     const int32_t id = args.ptr<int32_t>(0)[m];
     if (id < 0 || id >= rows) return kBadRow;
-    unpack_row(table, id, k, args.ptr<float>(out) + m * k);
+    whole_row(table, id, k, args.ptr<float>(out) + m * k);
   }
   return 0;
 }

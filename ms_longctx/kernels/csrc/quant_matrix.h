@@ -2,7 +2,7 @@
 // Matrices of fp32, fp16, int8 or int4 values, read a vector of weights at a time; no matrix is ever unpacked as a whole.
 //
 // fp16: w (n, k), without scales.
-// int8: q (n, k) and a scale for each row; w = q * scale.
+// int8: q (n, k) and a scale for each row, for some matrices also a factor for each column; w = q * scale * factor.
 // int4: groups of consecutive columns with a scale (fp16) and a zero point each; w = (q - zero) * scale. A row is
 // stored in blocks of 128 columns of 64 bytes, as 16 little-endian words of 32 bits: nibble s of word i is column
 // 16 s + i, so that a shift gives 16 neighbours. A last block of up to 64 columns has words of 16 bits, one of up to
@@ -23,7 +23,9 @@ struct Matrix {
   int64_t group;  // columns a scale of int4
   const void* values;
   const void* scales;    // float (n) of int8, half (n, groups) of int4
-  const uint8_t* zeros;  // (n, groups) of int4
+  const void* third;     // uint8 zero points (n, groups) of int4; float factors (k) of int8, or null
+
+  const float* factors() const { return kind == kInt4 ? nullptr : static_cast<const float*>(third); }
 };
 
 constexpr int64_t kBlock = 128, kPiece = 16;  // columns of a block, and of a nibble of all its words
@@ -108,7 +110,7 @@ MLK_INLINE void int4_row(const Matrix& w, int64_t n, int64_t k, Body body) {
   const int64_t size = kGroup ? kGroup : w.group, groups = (k + size - 1) / size;
   const uint8_t* block = static_cast<const uint8_t*>(w.values) + n * int4_row_bytes(k);
   const half* scale = static_cast<const half*>(w.scales) + n * groups;
-  const uint8_t* zero = w.zeros + n * groups;
+  const uint8_t* zero = static_cast<const uint8_t*>(w.third) + n * groups;
   Group group;
   int64_t left = 0;  // columns of the group still to come
   const auto piece = [&](int64_t p, int64_t columns, int s) {
@@ -146,7 +148,7 @@ MLK_INLINE float row_scale(const Matrix& w, int64_t n) {
   return w.kind == kInt4 || w.kind == kHalf ? 1.f : static_cast<const float*>(w.scales)[n];
 }
 
-// Row n as fp32; int8 without its scale if `scaled` is false.
+// Row n as fp32 without the factors of its columns; int8 without its scale either if `scaled` is false.
 [[maybe_unused]] static void unpack_row(const Matrix& w, int64_t n, int64_t k, float* out, bool scaled = true) {
   if (w.kind == kFloat) {
     std::copy_n(static_cast<const float*>(w.values) + n * k, k, out);
@@ -154,6 +156,14 @@ MLK_INLINE float row_scale(const Matrix& w, int64_t n) {
   }
   const vfloat scale = splat(scaled ? row_scale(w, n) : 1.f);
   quant_row(w, n, k, [&](int64_t p, int lanes, vfloat v, int) { store_first(out + p, v * scale, lanes); });
+}
+
+// Row n as it is.
+[[maybe_unused]] static void whole_row(const Matrix& w, int64_t n, int64_t k, float* out) {
+  unpack_row(w, n, k, out);
+  if (const float* factors = w.factors()) {
+    for (int64_t p = 0; p < k; p++) out[p] *= factors[p];
+  }
 }
 
 }  // namespace MLK_ISA

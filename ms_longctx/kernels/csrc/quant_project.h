@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include <initializer_list>
+#include <list>
 #include <vector>
 
 #include "fused_common.h"
@@ -147,17 +148,44 @@ void tiles(SgemmFunction sgemm, const float* x, const Int8Inputs* int8, int64_t 
   }
 }
 
+// For each projection its inputs: x, or x times the factors of the weight's columns.
+class Inputs {
+ public:
+  Inputs(const float* x, int64_t count, int64_t k, std::initializer_list<Projection> projections) {
+    for (const Projection& p : projections) {
+      const float* factors = p.weight.factors();
+      if (factors == nullptr) {
+        inputs_.push_back(x);
+        continue;
+      }
+      std::vector<float>& product = products_.emplace_back(count * k);
+      for (int64_t m = 0; m < count; m++) {
+        for (int64_t i = 0; i < k; i++) product[m * k + i] = x[m * k + i] * factors[i];
+      }
+      inputs_.push_back(product.data());
+    }
+  }
+  const float* operator[](int64_t i) const { return inputs_[i]; }
+
+ private:
+  std::list<std::vector<float>> products_;  // whose addresses stay
+  std::vector<const float*> inputs_;
+};
+
 // All projections of the inputs x (count, k); the rows of their weights are shared out evenly to the threads.
-void project(const float* x, int64_t count, int64_t k, std::initializer_list<Projection> projections) {
+void project(const float* inputs, int64_t count, int64_t k, std::initializer_list<Projection> projections) {
+  const Inputs each(inputs, count, k, projections);
   const SgemmFunction sgemm = count > kSkinnyRows ? mlk_sgemm() : nullptr;
   std::vector<Int8Inputs> int8;
   for (const Projection& p : projections) {
-    if (p.weight.kind == kInt8Both && int8.empty()) int8.emplace_back(x, count, k, sgemm != nullptr);
+    if (p.weight.kind == kInt8Both && int8.empty()) int8.emplace_back(inputs, count, k, sgemm != nullptr);
   }
 #pragma omp parallel
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    for (const Projection& p : projections) {
+    for (int64_t i = 0; i < static_cast<int64_t>(projections.size()); i++) {
+      const Projection& p = projections.begin()[i];
+      const float* x = each[i];
       const auto border = [&](int64_t t) { return t == threads ? p.rows : p.rows * t / threads / 8 * 8; };
       const int64_t first = border(thread), last = border(thread + 1);
       const float* weight = static_cast<const float*>(p.weight.values);
