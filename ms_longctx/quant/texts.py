@@ -27,7 +27,7 @@ def read_texts(path: str, tokenizer: Tokenizer, tokens: int) -> list[str]:
     Args:
         path: the file.
         tokenizer: its chat template renders conversations.
-        tokens: about as many are wanted; reading stops when there are several times more.
+        tokens: about as many are wanted; reading stops when there are several times more, in two texts at least.
 
     Raises:
         MsLongctxError: no such file, or no row that can be read (the message has the first reason).
@@ -49,7 +49,8 @@ def read_texts(path: str, tokenizer: Tokenizer, tokens: int) -> list[str]:
             continue
         texts.append(text)
         characters += len(text)
-        if characters > 8 * tokens * _SPARE:  # a token has rarely more than 8 characters
+        enough = characters > 8 * tokens * _SPARE  # a token has rarely more than 8 characters
+        if enough and texts[0] != text:  # one text can be a book; another has to be there to be kept apart
             break
     if not texts:
         raise MsLongctxError(f"{path}: no text to calibrate with: {first_problem}")

@@ -34,6 +34,13 @@ def test_rows_that_cannot_be_read_are_counted(
         read_texts(str(file), tokenizer, 100)
 
 
+def test_a_long_first_text_is_not_the_only_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "calib.jsonl"
+    texts = ["long " * 1000, "long " * 1000, "short", "never read"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert read_texts(str(file), tokenizer, 4) == texts[:3]
+
+
 def test_repeated_texts_are_not_on_both_sides() -> None:
     kept, held = split_heldout(["a", "b", "b"])
     assert (kept, held) == (["a"], ["b"])
