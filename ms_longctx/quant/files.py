@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,8 @@ from numpy.typing import NDArray
 
 from ms_longctx.data.tokenizer_files import write_tokenizer
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.export.output import check_output as check_output  # for those who ask before the work begins
+from ms_longctx.export.output import new_directory
 from ms_longctx.models.hf import SINGLE_FILE
 from ms_longctx.models.hf_config import CONFIG_FILE, write_config
 from ms_longctx.quant.layer import MODULES
@@ -47,25 +48,8 @@ def save_quantized(model: QuantizedModel, folder: Path, layout: str, report: dic
     Raises:
         MsLongctxError: the directory cannot be written, or a tensor does not fit the layout or fp16.
     """
-    check_output(folder)
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
-    try:
-        partial.mkdir(parents=True)
-        try:
-            _write(model, partial, layout, report)
-            if folder.exists():
-                folder.rmdir()
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise MsLongctxError(f"{folder}: the model cannot be written ({error})") from error
-
-
-def check_output(folder: Path) -> None:
-    """Refuse to write into a place that is taken."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise MsLongctxError(f"--output {folder} exists already; choose another or remove it")
+    with new_directory(folder) as partial:
+        _write(model, partial, layout, report)
 
 
 def _write(model: QuantizedModel, partial: Path, layout: str, report: dict[str, Any]) -> None:

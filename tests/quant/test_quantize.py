@@ -211,6 +211,9 @@ def test_command_line(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["generate", "--model", str(out), "--prompt", "Number 3", "--max_new_tokens", "2"]) == 0
     assert main([*job, "--output", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert main([*job, "--output", str(out / "config.json" / "inside")]) == 2
+    refusal = capsys.readouterr()
+    assert "config.json is not a directory" in refusal.err and "layer 1" not in refusal.err  # before the work
     assert main([*job[:2], str(out), *job[3:], "--output", str(tmp_path / "twice")]) == 2
     assert "quantized already" in capsys.readouterr().err
 
@@ -246,7 +249,7 @@ def test_nothing_is_written_when_the_threshold_fails(
         (["--method", "awq", "--alpha", "0.5"], "--alpha belongs to --method int8"),
         (["--group_size", "64"], "--group_size belongs to int4"),
         (["--layout", "awq"], "--layout awq: --method int8 is stored as compressed-tensors"),
-        (["--seq_length", "5000"], "no text has 5000 tokens"),
+        (["--seq_length", "5000"], "texts has the 5000 tokens of a window"),
         (["--method", "awk"], "did you mean 'awq'?"),
     ],
 )
