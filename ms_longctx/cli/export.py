@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     check_output(output)
 
-    from ms_longctx.generation.loading import load_model
+    from ms_longctx.generation.loading import load_model, newest_checkpoint
+    from ms_longctx.quant.checkpoint import is_quantized
 
     model = load_model(args.model, args.adapter, args.dtype, args.device_target, computes=False)
     if args.tokenizer is not None:
@@ -97,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
     size = sum(file["bytes"] for file in manifest.files.values())
     for graph in manifest.graphs:
         print(f"{graph.file}: {graph.role}, {graph.chunk} tokens at a time, cache of {graph.length or 'any'} tokens")
-    for note in manifest.notes:
+    notes = list(manifest.notes)
+    if is_quantized(newest_checkpoint(Path(args.model))):
+        notes.append(f"{args.model} is quantized; its weights were dequantized to {args.dtype}, inputs are not rounded")
+    for note in notes:
         print(f"note: {note}")
     print(f"wrote {output} ({len(manifest.files)} files, {size / 1e6:.0f} MB)")
     return 0

@@ -32,7 +32,8 @@ def load_model(
             directory. It is merged into the weights.
         dtype: fp32, fp16 or bf16 (the latter on Ascend).
         device: see :func:`ms_longctx.device.select_device`.
-        computes: ``False`` for a model that is only stored: bf16 is allowed everywhere.
+        computes: ``False`` for a model that is only stored: bf16 is allowed everywhere, quantized weights are
+            dequantized.
 
     Raises:
         MsLongctxError: nothing usable there, or model and adapter do not fit each other.
@@ -51,7 +52,7 @@ def load_model(
         raise MsLongctxError(
             f"{model} holds an adapter, not a model; give it as --adapter and its base model as --model"
         )
-    loaded = LlamaForCausalLM.from_pretrained(path, dtype=dtype)
+    loaded = LlamaForCausalLM.from_pretrained(path, dtype=dtype, packed=computes)
     if adapter is not None:
         merge_and_unload(load_adapter(loaded, newest_checkpoint(Path(adapter))))
     loaded.set_train(False)

@@ -282,6 +282,7 @@ class LlamaForCausalLM(nn.Cell):
         path: str | Path,
         dtype: ms.Type | str = ms.float32,
         compute_dtype: ms.Type | str | None = None,
+        packed: bool = True,
         **overrides: Any,
     ) -> "LlamaForCausalLM":
         """Load a Hugging Face directory or a GGUF file.
@@ -290,6 +291,7 @@ class LlamaForCausalLM(nn.Cell):
             path: a directory with ``config.json`` and safetensors, or a ``.gguf`` file (dequantized). Int8 and int4
                 weights (AWQ, compressed-tensors) stay packed in fp32 on the CPU and are dequantized elsewhere.
             dtype, compute_dtype: as of the class, or names such as ``bf16``.
+            packed: ``False``: int8 and int4 weights are dequantized everywhere.
             overrides: fields of :class:`LlamaConfig` to replace, for example ``parallel_attention=True``.
 
         Raises:
@@ -299,10 +301,10 @@ class LlamaForCausalLM(nn.Cell):
         from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 
         source = open_checkpoint(Path(path), **overrides)
-        if isinstance(source, QuantizedCheckpoint):
-            packed = packed_model(source, as_dtype(dtype), as_dtype(compute_dtype or dtype))
-            if packed is not None:
-                return packed
+        if packed and isinstance(source, QuantizedCheckpoint):
+            quantized = packed_model(source, as_dtype(dtype), as_dtype(compute_dtype or dtype))
+            if quantized is not None:
+                return quantized
         with no_init_parameters():
             model = cls(source.config, as_dtype(dtype), as_dtype(compute_dtype or dtype))
         load_parameters(model, source)

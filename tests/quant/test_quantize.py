@@ -218,6 +218,19 @@ def test_command_line(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert "quantized already" in capsys.readouterr().err
 
 
+def test_export_dequantizes(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A MindIR of an int4 directory answers as the directory, which the CPU kernels read packed."""
+    packed, exported = tmp_path / "packed", tmp_path / "exported"
+    assert main([*job, "--method", "awq", "--output", str(packed)]) == 0
+    assert main(["export", "--model", str(packed), "--output", str(exported), *EXPORT]) == 0
+    assert f"{packed} is quantized; its weights were dequantized to fp32" in capsys.readouterr().out
+    answers = []
+    for folder in (packed, exported):
+        assert main(["generate", "--model", str(folder), "--prompt", "Number 3", "--max_new_tokens", "8"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and len(answers[0].split()) > 1
+
+
 def test_from_mindir(make_model: MakeModel, tokens: Tokens, tmp_path: Path) -> None:
     """An export holds the same weights as the directory it was made of: every tensor is equal."""
     _, folder = make_model()
