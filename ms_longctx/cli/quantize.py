@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 from typing import Any
 
 from ms_longctx.errors import MsLongctxError
@@ -47,7 +48,12 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_input_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", required=True, metavar="PATH", help="Hugging Face directory, .gguf file or exported .mindir")
+    add(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="Hugging Face directory, .gguf file, training run, or export in MindIR",
+    )
     add("--output", required=True, metavar="DIR", help="directory to write")
     add("--calibrate_data", required=True, metavar="FILE", help=".jsonl or .jsonl.gz in any format 'prepare' reads")
     add("--heldout_data", metavar="FILE", help="to measure on; default: every tenth text of the above, kept apart")
@@ -64,10 +70,18 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     from ms_longctx.device import select_device
+    from ms_longctx.generation.loading import newest_checkpoint
     from ms_longctx.quant.run import Options, quantize
     from ms_longctx.quant.search import NotReached
 
     select_device(args.device_target)
+    path = newest_checkpoint(Path(args.model))
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise MsLongctxError(
+            f"{args.model} holds an adapter; merge it with 'ms-longctx export --model BASE --adapter {args.model} "
+            "--format mindir' and quantize that export"
+        )
+    args.model = str(path)
     given = {name: getattr(args, name) for name in Options.__dataclass_fields__}
     try:
         report, table = quantize(Options(**given))
@@ -81,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:20} {value:.5g}")
     print(f"{'units':20} {', '.join(f'{count} {level}' for level, count in units.items())}")
     print(f"{'time, peak memory':20} {report['seconds']} s, {report['peak_memory_mb']} MB")
-    print(f"wrote {args.output}" + (" (its report has all units, the ten worst are above)" if table else ""))
+    print(f"wrote {args.output}" + (" (its report has all units, the ten worst are above)" if len(table) > 11 else ""))
     return 0
 
 

@@ -16,6 +16,7 @@ from ms_longctx.digest import sha256
 from ms_longctx.errors import MsLongctxError
 
 MANIFEST = "manifest.json"
+_TRAINER = "trainer"  # state of the optimizer, which only a checkpoint has
 SCHEMA = 1
 
 
@@ -101,8 +102,11 @@ class Manifest:
 
 
 def is_export(path: Path) -> bool:
-    """Whether ``path`` is a directory that :mod:`ms_longctx.export` wrote."""
-    return (path / MANIFEST).is_file()
+    """Whether ``path`` is a directory that :mod:`ms_longctx.export` wrote.
+
+    A checkpoint of a training run has a file of the same name, which lists the checkpoint's files.
+    """
+    return (path / MANIFEST).is_file() and not (path / _TRAINER).is_dir()
 
 
 def read_manifest(path: str | Path) -> Manifest:

@@ -29,7 +29,7 @@ def load_model(
     Args:
         model: ``.gguf`` file, Hugging Face directory, checkpoint, or output directory of a training run.
         adapter: directory of an adapter in peft's format, a checkpoint of a LoRA run, or that run's output
-            directory. It is merged into the weights.
+            directory. It is merged into the weights; quantized ones are dequantized for that.
         dtype: fp32, fp16 or bf16 (the latter on Ascend).
         device: see :func:`ms_longctx.device.select_device`.
         computes: ``False`` for a model that is only stored: bf16 is allowed everywhere, quantized weights are
@@ -52,7 +52,7 @@ def load_model(
         raise MsLongctxError(
             f"{model} holds an adapter, not a model; give it as --adapter and its base model as --model"
         )
-    loaded = LlamaForCausalLM.from_pretrained(path, dtype=dtype, packed=computes)
+    loaded = LlamaForCausalLM.from_pretrained(path, dtype=dtype, packed=computes and adapter is None)
     if adapter is not None:
         merge_and_unload(load_adapter(loaded, newest_checkpoint(Path(adapter))))
     loaded.set_train(False)

@@ -44,7 +44,7 @@ def build_model(run: RunConfig, checkpoint: Path | None = None, workers: Workers
     if weights is None:
         model = LlamaForCausalLM(config, ms.float32, compute_dtype)
     else:
-        model = LlamaForCausalLM.from_pretrained(weights, ms.float32, compute_dtype, **config.to_dict())
+        model = LlamaForCausalLM.from_pretrained(weights, ms.float32, compute_dtype, packed=False, **config.to_dict())
         # Not the checkpoint: it is deleted when enough newer ones are there.
         model.companions = None if run.model.pretrained is None else Path(run.model.pretrained)
     if run.lora.enabled:

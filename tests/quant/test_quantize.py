@@ -31,6 +31,7 @@ from ms_longctx.quant.model import QuantizedModel
 from ms_longctx.quant.quantizer import Quantizer
 from ms_longctx.quant.run import decide
 from ms_longctx.quant.search import NotReached
+from ms_longctx.tuning import LoraConfig, get_pe_model, save_adapter
 from tests.models.reference import torch_logits
 
 EXPORT = ["--format", "mindir", "--shapes", "64", "--chunk", "16"]
@@ -229,6 +230,35 @@ def test_export_dequantizes(job: list[str], tmp_path: Path, capsys: pytest.Captu
         assert main(["generate", "--model", str(folder), "--prompt", "Number 3", "--max_new_tokens", "8"]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] and len(answers[0].split()) > 1
+
+
+def test_adapter_on_a_quantized_model(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is merged into dequantized weights; a new one, whose B is zero, leaves the answer as it is."""
+    packed, adapter = tmp_path / "packed", tmp_path / "adapter"
+    assert main([*job, "--method", "gptq", "--output", str(packed)]) == 0
+    model = LlamaForCausalLM.from_pretrained(packed, packed=False)
+    save_adapter(get_pe_model(model, LoraConfig(r=2, target_modules=["q_proj"])), adapter)
+    ask = ["generate", "--model", str(packed), "--prompt", "Number 3", "--max_new_tokens", "8"]
+    capsys.readouterr()
+    answers = []
+    for command in (ask, [*ask, "--adapter", str(adapter)]):
+        assert main(command) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and len(answers[0].split()) > 1
+    assert main([*job[:2], str(adapter), *job[3:], "--output", str(tmp_path / "out")]) == 2
+    assert f"{adapter} holds an adapter; merge it" in capsys.readouterr().err
+
+
+def test_checkpoint_of_a_training_run(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest.json is not that of an export; the run's directory stands for its newest checkpoint."""
+    step = tmp_path / "run" / "checkpoints" / "step-00000003"
+    shutil.copytree(job[2], step)
+    (step / "trainer").mkdir()
+    (step / "manifest.json").write_text('{"files": {}}')
+    assert main(["generate", "--model", str(step), "--prompt", "Number 3", "--max_new_tokens", "2"]) == 0
+    for number, model in enumerate((step, step.parents[1])):
+        out = tmp_path / f"out{number}"
+        assert main([*job[:2], str(model), *job[3:], "--method", "rtn", "--output", str(out)]) == 0
 
 
 def test_from_mindir(make_model: MakeModel, tokens: Tokens, tmp_path: Path) -> None:
