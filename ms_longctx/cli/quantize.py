@@ -41,7 +41,12 @@ def add_parser(subparsers: Any) -> None:
         "--max_kept", type=float, default=0.2, metavar="X", help="largest share of weights left in fp16; default 0.2"
     )
     parser.add_argument("--group_size", type=int, metavar="N", help="of int4; default 128, or less where it must")
-    parser.add_argument("--activations", choices=("token", "none"), default="token", help="inputs of int8 layers")
+    parser.add_argument(
+        "--activations",
+        choices=("token", "none"),
+        default="none",
+        help="int8 inputs, a scale a token, or fp; default none",
+    )
     parser.add_argument("--alpha", type=float, metavar="X", help="SmoothQuant's strength; default: searched")
     parser.add_argument("--head", choices=("int8", "fp"), default="int8", help="embedding and output head")
 
@@ -109,7 +114,9 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and not 0 <= value <= 1:
             raise MsLongctxError(f"--{name} {value}: expected 0 to 1")
     for name in ("alpha", "activations"):
-        if args.method != "int8" and getattr(args, name) not in (None, "token"):
+        if args.method != "int8" and getattr(args, name) not in (None, "none"):
             raise MsLongctxError(f"--{name} belongs to --method int8, not {args.method}")
+    if args.alpha is not None and args.activations != "token":
+        raise MsLongctxError("--alpha is SmoothQuant's, for inputs in int8: add --activations token")
     if args.method == "int8" and args.group_size is not None:
         raise MsLongctxError("--group_size belongs to int4; int8 has a scale a channel")

@@ -186,5 +186,5 @@ class InputStats:
         return np.concatenate(self._samples)
 
 
-_GRAM_TOKENS = 16384  # enough for the second moments of a few thousand features
+_GRAM_TOKENS = 32768  # enough for the second moments of a few thousand features
 _SAMPLE_TOKENS = 1024

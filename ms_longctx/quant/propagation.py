@@ -5,7 +5,8 @@ A matrix gets inputs x' that earlier rounding has disturbed and should still giv
 inputs x. ``|Q x' - t|^2`` is ``|(Q - W') x'|^2`` plus a constant with ``W' = (sum t x'^T) (sum x' x'^T)^-1``, so W' is
 rounded in the place of W (as GPTAQ, arXiv 2504.02692, equation 6, and QEP, arXiv 2504.09629). For matrices that read
 a norm t is ``W x``. For those that write to the residual stream it is the original stream behind them less the
-disturbed one before them: they also make up for what was lost on the way.
+disturbed one before them: they also make up for what was lost on the way. There tokens count relative to their size,
+which the next norm takes away; a few are a thousand times as large as the others and would decide alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ms_longctx.quant.rounding import Moments
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
+_SMALLEST = 1e-3  # size of a token, so that padding does not count for more than any other
 
 
 class DisturbedMoments(Moments):
@@ -83,9 +85,11 @@ class Propagation:
         """
         sums = _Sums()
         for part in self._runner.chunks(behind):
-            missing = behind[part].astype(np.float32) - self._states[part]
-            flat = missing.reshape(-1, missing.shape[-1])
-            sums.add(flat[::every], self._runner.inputs(unit, self._states[part], int8_inputs)[::every])
+            target = behind[part].astype(np.float32).reshape(-1, behind.shape[-1])[::every]
+            before = self._states[part].reshape(-1, behind.shape[-1])[::every]
+            rates = 1 / np.maximum(np.sqrt(np.square(target).mean(1, keepdims=True)), _SMALLEST)
+            inputs = self._runner.inputs(unit, self._states[part], int8_inputs)[::every]
+            sums.add((target - before) * rates, inputs * rates)
         return DisturbedMoments(sums.gram, sums.wanted, of_inputs=False, tokens=sums.tokens)
 
     def advance(self, half: int, int8_inputs: frozenset[str]) -> None:

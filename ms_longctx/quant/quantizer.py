@@ -15,7 +15,7 @@ from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.quant.layer import UNITS, LayerRunner, LayerWeights
 from ms_longctx.quant.measure import Comparison
-from ms_longctx.quant.methods import INT8_BOTH, KEPT, Method
+from ms_longctx.quant.methods import INT8_BOTH, Method
 from ms_longctx.quant.model import Levels, QuantizedModel, Unit, embed
 from ms_longctx.quant.propagation import Propagation
 from ms_longctx.quant.rounder import LayerRounder
@@ -79,43 +79,39 @@ class Quantizer:
         # Statistics need no more than fp16; the states that are measured stay in fp32.
         states = embed(self._source, self._calibration).astype(np.float16)
         propagation = Propagation(states, self._runner) if propagate else None
-        original = embed(self._source, self._heldout) if self._comparison is None else None
+        probed = max(1, _PROBE_TOKENS // self._heldout.shape[1])
+        original = embed(self._source, self._heldout if self._comparison is None else self._heldout[:probed])
         for layer in range(model.layers):
             rounder = LayerRounder(model, layer, self._runner)
-            behind = None
-            if original is not None:
-                rounder.load()
-                behind = self._runner.run(original)
+            rounder.load()
+            behind = self._runner.run(original)
             rounder.round(states, propagation)
-            if original is not None and behind is not None:
-                if not propagate:
-                    self._probe(
-                        model, layer, rounder.weights, original[: max(1, _PROBE_TOKENS // original.shape[1])], behind
-                    )
-                original = behind
+            if not propagate:
+                self._probe(model, layer, rounder.weights, original[:probed], behind[:probed])
+            original = behind
             release_memory()
             log.info("layer %d of %d", layer + 1, model.layers)
         if self._rows_too:
             model.rows = round_rows(self._source, states)
-        if original is not None:
+        if self._comparison is None:
             self._comparison = Comparison(self._source, original, self._heldout)
-        assert self._comparison is not None
         return model, self._comparison
 
     def measure_states(self, model: QuantizedModel) -> Floats:
         """Hidden states of the held-out text through ``model``."""
         return model.states(self._heldout, self._runner)
 
-    def _probe(self, model: QuantizedModel, layer: int, weights: LayerWeights, inputs: Floats, behind: Floats) -> None:
-        """Measure each unit alone at each level below the original."""
-        expected = behind[: len(inputs)]
+    def _probe(
+        self, model: QuantizedModel, layer: int, weights: LayerWeights, inputs: Floats, expected: Floats
+    ) -> None:
+        """Measure each unit alone at its level and those above it, but for the original's."""
         for unit, modules in UNITS.items():
             rounded = {f"{module}.weight": model.weights[layer][module].values() for module in modules}
             self._runner.load({**weights, **rounded})
-            levels = [level for level in self._method.levels if level != KEPT]
-            self.damage[layer, unit] = Damage(
-                {level: self._disturbance(unit, level, inputs, expected) for level in levels}
-            )
+            lowest = self._method.levels.index(model.level(layer, modules[0]))
+            damage = self.damage.setdefault((layer, unit), Damage({}))
+            for level in self._method.levels[lowest:-1]:  # the last is the original's
+                damage.by_level[level] = self._disturbance(unit, level, inputs, expected)
 
     def _disturbance(self, unit: str, level: str, inputs: Floats, expected: Floats) -> float:
         units = frozenset([unit]) if level == INT8_BOTH else frozenset()

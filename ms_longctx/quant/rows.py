@@ -21,8 +21,6 @@ _CHUNK = 4096  # rows: the table is large, its copies should not be
 _TOKENS = 16384  # for the second moments
 _SOME_ROWS = 2048  # on which factors are compared
 _POWERS = (0.0, 0.25, 0.5, 0.75)
-# A tied table is an embedding too, whose error counts in all directions alike: more damping, less compensation.
-_DAMPING, _TIED_DAMPING = 0.01, 0.1
 
 
 def round_rows(source: TensorSource, states: NDArray[np.floating]) -> dict[str, Int8Weight]:
@@ -37,11 +35,11 @@ def round_rows(source: TensorSource, states: NDArray[np.floating]) -> dict[str, 
     """
     gram = _moments(source, states)
     if source.config.tie_word_embeddings:
-        return {EMBEDDING: _round_head(_read(source, EMBEDDING), gram, _TIED_DAMPING)}
+        return {EMBEDDING: _round_head(_read(source, EMBEDDING), gram)}
     embedding = _read(source, EMBEDDING)
     return {
         EMBEDDING: round_int8(embedding, row_scales(embedding)),
-        HEAD: _round_head(_read(source, HEAD), gram, _DAMPING),
+        HEAD: _round_head(_read(source, HEAD), gram),
     }
 
 
@@ -50,11 +48,11 @@ def _read(source: TensorSource, name: str) -> Floats:
     return table
 
 
-def _round_head(table: Floats, gram: Floats, damping: float) -> Int8Weight:
+def _round_head(table: Floats, gram: Floats) -> Int8Weight:
     some = np.ascontiguousarray(table[:: max(1, len(table) // _SOME_ROWS)])
     candidates = [_factors(table, power) for power in _POWERS]
-    errors = [moment_error(_compensated(some, gram, damping, f).values() - some, gram) for f in candidates]
-    return _compensated(table, gram, damping, candidates[int(np.argmin(errors))])
+    errors = [moment_error(_compensated(some, gram, f).values() - some, gram) for f in candidates]
+    return _compensated(table, gram, candidates[int(np.argmin(errors))])
 
 
 def _factors(table: Floats, power: float) -> Floats:
@@ -65,8 +63,8 @@ def _factors(table: Floats, power: float) -> Floats:
     return factors
 
 
-def _compensated(table: Floats, gram: Floats, damping: float, factors: Floats) -> Int8Weight:
-    upper = inverse_factor(gram * np.outer(factors, factors), damping)
+def _compensated(table: Floats, gram: Floats, factors: Floats) -> Int8Weight:
+    upper = inverse_factor(gram * np.outer(factors, factors))
     q, scales = np.empty(table.shape, np.int8), np.empty(len(table), np.float32)
     for start in range(0, len(table), _CHUNK):
         part = slice(start, start + _CHUNK)

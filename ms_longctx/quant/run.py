@@ -63,7 +63,7 @@ class Options:
     seq_length: int = 256
     heldout_samples: int = 32
     group_size: int | None = None
-    activations: str = "token"
+    activations: str = "none"
     alpha: float | None = None
     head: str = "int8"
 
@@ -119,9 +119,9 @@ def decide(
 
 
 def _search(quantizer: Quantizer, threshold: float, max_kept: float) -> tuple[QuantizedModel, Accuracy, list[str]]:
-    model, comparison = quantizer.run()
-    search = Search(quantizer, model, comparison, threshold, max_kept)
-    return model, search.run(), list(search.table())
+    search = Search(quantizer, threshold, max_kept)
+    accuracy = search.run()
+    return search.model, accuracy, list(search.table())
 
 
 def _search_levels(quantizer: Quantizer, threshold: float, max_kept: float) -> tuple[Levels, list[str]]:

@@ -28,7 +28,8 @@ Made = tuple[transformers.PreTrainedModel, Path]
 def make_llama(folder: Path, **fields: Any) -> Made:
     """A model of ``SIZES`` and ``fields``, saved to ``folder``."""
     model = torch_model(**{**SIZES, **fields})
-    with torch.no_grad():  # a few features are 20 times the others
+    with torch.no_grad():  # a few features are many times the others
+        model.lm_head.weight[:, [5, 50]] *= 6
         for layer in model.model.layers:
             layer.input_layernorm.weight[[3, 40]] *= 20
             layer.post_attention_layernorm.weight[[7, 21]] *= 20

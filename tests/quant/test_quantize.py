@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "awq tied": ("awq", "awq", {}, {"tie_word_embeddings": True}),
     "gptq packed": ("gptq", "compressed-tensors", {"group_size": 16}, {"attention_bias": True, "mlp_bias": True}),
     "rtn": ("rtn", "awq", {}, {"num_key_value_heads": 4}),
-    "int8 weights": ("int8", "compressed-tensors", {"activations": "none"}, {"attention_bias": True}),
+    "int8 weights": ("int8", "compressed-tensors", {}, {"attention_bias": True}),
 }
 
 
@@ -115,7 +115,7 @@ def test_int8_with_inputs(make_model: MakeModel, tokens: Tokens, tmp_path: Path)
     """Inputs are rounded in the kernels as they were in numpy while measuring: perplexity 0.2 %. A mixture of levels
     survives the files, and the graph of the model runs too."""
     _, folder = make_model()
-    model, accuracy, _ = quantized(folder, tokens, "int8")
+    model, accuracy, _ = quantized(folder, tokens, "int8", activations="token")
     assert accuracy.cosine > 0.99
     model.levels = {(0, "down"): INT8_WEIGHTS, (1, "qkv"): KEPT}
     save_quantized(model, tmp_path / "mixed", "compressed-tensors", {})
@@ -166,9 +166,9 @@ def test_awq_and_gptq_beat_round_to_nearest(make_model: MakeModel, tokens: Token
 def test_search_moves_units_until_the_threshold_holds(make_model: MakeModel, tokens: Tokens) -> None:
     """The lowest levels do not hold, the chosen ones do, and the table has a line for each unit."""
     _, folder = make_model()
-    _, lowest, _ = quantized(folder, tokens, "int8", rows=False)
+    _, lowest, _ = quantized(folder, tokens, "int8", rows=False, activations="token")
     threshold = lowest.top1 + 0.01
-    model, accuracy, lines = quantized(folder, tokens, "int8", threshold, max_kept=1.0, rows=False)
+    model, accuracy, lines = quantized(folder, tokens, "int8", threshold, 1.0, rows=False, activations="token")
     assert not lowest.holds(threshold) and accuracy.holds(threshold)
     assert set(model.levels.values()) <= {INT8_WEIGHTS, KEPT} and model.levels
     assert len(lines) == 1 + 8 and sum(INT8_BOTH in line.split(maxsplit=3)[2] for line in lines[1:])
@@ -290,6 +290,7 @@ def test_nothing_is_written_when_the_threshold_fails(
         (["--accuracy_threshold", "98"], "--accuracy_threshold 98.0: expected 0 to 1"),
         (["--samples", "0"], "--samples 0: expected 1 or more"),
         (["--method", "awq", "--alpha", "0.5"], "--alpha belongs to --method int8"),
+        (["--alpha", "0.5"], "--alpha is SmoothQuant's, for inputs in int8: add --activations token"),
         (["--group_size", "64"], "--group_size belongs to int4"),
         (["--layout", "awq"], "--layout awq: --method int8 is stored as compressed-tensors"),
         (["--seq_length", "5000"], "texts has the 5000 tokens of a window"),

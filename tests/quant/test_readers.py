@@ -40,6 +40,7 @@ class Case(NamedTuple):
     options: dict[str, Any] = {}
 
 
+BOTH = {"activations": "token"}
 CASES = {
     "awq": Case("awq", "awq"),
     "awq, tied, biases": Case("awq", "awq", TIED | BIASED),
@@ -48,11 +49,11 @@ CASES = {
     "gptq": Case("gptq", "awq"),
     "awq, packed": Case("awq", "compressed-tensors", TIED),
     "gptq, packed, biases, parts kept": Case("gptq", "compressed-tensors", BIASED, {(1, "o"): KEPT, (0, "qkv"): KEPT}),
-    "int8 weights": Case("int8", "compressed-tensors", BIASED, {}, {"activations": "none"}),
-    "int8": Case("int8", "compressed-tensors", TIED),
-    "int8, mixed": Case("int8", "compressed-tensors", {}, {(0, "down"): INT8_WEIGHTS, (1, "qkv"): KEPT}),
+    "int8 weights": Case("int8", "compressed-tensors", BIASED),
+    "int8": Case("int8", "compressed-tensors", TIED, {}, BOTH),
+    "int8, mixed": Case("int8", "compressed-tensors", {}, {(0, "down"): INT8_WEIGHTS, (1, "qkv"): KEPT}, BOTH),
 }
-WITH_INPUTS = [name for name, case in CASES.items() if case.method == "int8" and not case.options]
+WITH_INPUTS = [name for name, case in CASES.items() if case.options == BOTH]
 WEIGHTS_ONLY = [name for name in CASES if name not in WITH_INPUTS]
 
 
@@ -175,7 +176,7 @@ def test_vllm_takes_the_configurations(written: dict[str, Path], tmp_path: Path)
     }
     for (name, case), answer in zip(CASES.items(), answers, strict=True):
         lowest = {"awq": "AWQ"}.get(case.layout, meant["int8 weights"]) if case.method != "int8" else None
-        lowest = lowest or meant["int8 weights" if case.options else "int8"]
+        lowest = lowest or meant["int8" if case.options else "int8 weights"]
         for index in (0, 1):
             for unit, layer in layers.items():
                 level = case.levels.get((index, unit))

@@ -34,7 +34,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     int4, _, _ = quantized(folder, random_tokens, "rtn")
     save_quantized(int4, root / "awq", "awq", {})
     save_quantized(int4, root / "packed", "compressed-tensors", {})
-    int8, _, _ = quantized(folder, random_tokens, "int8", alpha=0.5)
+    int8, _, _ = quantized(folder, random_tokens, "int8", activations="token", alpha=0.5)
     save_quantized(int8, root / "int8", "compressed-tensors", {})
     return {name: root / name for name in ("awq", "packed", "int8")}
 

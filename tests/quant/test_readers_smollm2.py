@@ -62,7 +62,9 @@ def test_awq(smollm2_gguf: Path, tmp_path: Path) -> None:
 def test_int8(smollm2_gguf: Path, tmp_path: Path) -> None:
     """All 210 matrices with rounded inputs, each for the same inputs as in transformers with compressed-tensors under
     vLLM's rule: 3e-6 of a token's largest output but for one in a thousand (see ``test_rounded_inputs``)."""
-    quantize(smollm2_gguf, tmp_path / "int8", "--method", "int8", "--alpha", "0.5", "--accuracy_threshold", "0")
+    quantize(
+        smollm2_gguf, tmp_path / "int8", *"--method int8 --activations token --alpha 0.5 --accuracy_threshold 0".split()
+    )
     ids = article_ids(tmp_path / "int8", 32)
     expected = read("transformers", tmp_path / "int8", ids, tmp_path, vllm_inputs=True, record=True)
     apart = readers.differences(load_model(str(tmp_path / "int8"), device="CPU"), expected)
