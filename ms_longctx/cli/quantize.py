@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     args.model = str(path)
     given = {name: getattr(args, name) for name in Options.__dataclass_fields__}
     try:
-        report, table = quantize(Options(**given))
+        with _interruptible():
+            report, table = quantize(Options(**given))
     except NotReached as error:
         print("\n".join(error.table))
         raise
@@ -102,6 +106,20 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'time, peak memory':20} {report['seconds']} s, {report['peak_memory_mb']} MB")
     print(f"wrote {args.output}" + (" (its report has all units, the ten worst are above)" if len(table) > 11 else ""))
     return 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM counts as Ctrl-C: MindSpore sends it in place of a Ctrl-C that meets a running graph."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into ``folder``."""
         values = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        values["check"] = _check_of(values)
         (folder / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
@@ -109,6 +111,11 @@ def is_export(path: Path) -> bool:
     return (path / MANIFEST).is_file() and not (path / _TRAINER).is_dir()
 
 
+def _check_of(values: dict[str, Any]) -> str:
+    """SHA-256 of the content: graphs are run with what it says, and would fail far from the cause."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest of the exported directory ``path``.
 
@@ -118,6 +125,9 @@ def read_manifest(path: str | Path) -> Manifest:
     file = Path(path) / MANIFEST
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        check = values.pop("check", None)  # exports of older versions have none
+        if values["schema"] == SCHEMA and check not in (None, _check_of(values)):
+            raise MsLongctxError(f"{file}: was changed after the export; restore it or export the model again")
         if values.pop("schema") != SCHEMA:
             raise MsLongctxError(f"{file}: written by another version of ms_longctx; export the model again")
         graphs = [

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +45,7 @@ class QuantizedCheckpoint:
         self._scheme = Scheme(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE)["quantization_config"])
         self.config = read_config(folder, quantized=True, **overrides)
         self._tensors = find_tensors(folder, (*FLOATS, *INTEGERS))
-        rows = folder / ROW_SCALES
-        self._row_scales = dict(np.load(rows)) if rows.is_file() else {}
+        self._row_scales = _read_row_scales(folder / ROW_SCALES)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the model, dequantized, by its name."""
@@ -111,3 +112,12 @@ class QuantizedCheckpoint:
         if name not in self._tensors:
             raise MsLongctxError(f"{self.path}: no tensor {name}; the model is not complete")
         return self._tensors[name].read()
+
+
+def _read_row_scales(path: Path) -> dict[str, NDArray[np.float32]]:
+    if not path.is_file():  # the directory is another program's, or embedding and head are not quantized
+        return {}
+    try:
+        return dict(np.load(path))
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+        raise MsLongctxError(f"{path}: not complete ({error}); copy it or quantize again") from error

@@ -97,6 +97,9 @@ def test_mindir_refuses(tmp_path: Path) -> None:
         damaged[len(damaged) // 2] ^= 1
         file.write_bytes(damaged)
     values = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**values, "batch_size": 2}))
+    with pytest.raises(MsLongctxError, match="was changed after the export"):
+        read_manifest(folder)
     (folder / "manifest.json").write_text(json.dumps({**values, "schema": 99}))
     with pytest.raises(MsLongctxError, match="another version"):
         read_manifest(folder)

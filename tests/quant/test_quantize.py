@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,6 +274,23 @@ def test_from_mindir(make_model: MakeModel, tokens: Tokens, tmp_path: Path) -> N
         np.testing.assert_array_equal(source.read(name), original.read(name))
     quantizer = Quantizer(source, make_method("rtn", source.config), tokens(2, 1), tokens(2, 2))
     assert quantizer.run()[0].weights[1]["mlp.up_proj"].q.shape == (96, 64)
+
+
+def test_sigterm_counts_as_ctrl_c(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MindSpore makes one of a Ctrl-C that meets a running graph; it may come while the files are written."""
+
+    def written(*args: object) -> None:
+        assert list(tmp_path.glob(".out.*.partial"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr("ms_longctx.quant.files._write", written)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main([*job, "--method", "rtn", "--output", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.endswith("error: interrupted\n") and signal.getsignal(signal.SIGTERM) == before
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_nothing_is_written_when_the_threshold_fails(

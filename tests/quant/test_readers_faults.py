@@ -164,6 +164,14 @@ def test_command_line(good: dict[str, Path], tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("not a complete safetensors file") == 1
 
 
+def test_scales_of_embedding_and_head_are_cut(good: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(good["int8"], folder)
+    (folder / "row_scales.npz").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(MsLongctxError, match=r"row_scales.npz: not complete"):
+        QuantizedCheckpoint(folder)
+
+
 def test_names_before_patterns_before_classes(good: dict[str, Path], tmp_path: Path) -> None:
     """A group for all Linear comes first in the file, and yet counts last."""
     folder = tmp_path / "model"
