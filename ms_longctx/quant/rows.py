@@ -17,7 +17,7 @@ from ms_longctx.quant.scaling import moment_error
 from ms_longctx.quant.weights import Int8Weight, round_int8, row_scales
 
 Floats = NDArray[np.float32]
-_CHUNK = 4096  # rows: the table is large, its copies should not be
+_CHUNK = 4096  # rows or tokens: they are many, and copies of them all should not be
 _TOKENS = 16384  # for the second moments
 _SOME_ROWS = 2048  # on which factors are compared
 _POWERS = (0.0, 0.25, 0.5, 0.75)
@@ -50,14 +50,22 @@ def _read(source: TensorSource, name: str) -> Floats:
 
 def _round_head(table: Floats, gram: Floats) -> Int8Weight:
     some = np.ascontiguousarray(table[:: max(1, len(table) // _SOME_ROWS)])
-    candidates = [_factors(table, power) for power in _POWERS]
+    sizes = _column_sizes(table)
+    candidates = [_factors(sizes, power) for power in _POWERS]
     errors = [moment_error(_compensated(some, gram, f).values() - some, gram) for f in candidates]
     return _compensated(table, gram, candidates[int(np.argmin(errors))])
 
 
-def _factors(table: Floats, power: float) -> Floats:
-    """``2^n`` of columns whose root mean square is above the median, closest to their ratio to that power."""
-    sizes = np.sqrt(np.square(table).mean(0))
+def _column_sizes(table: Floats) -> Floats:
+    """Root mean squares ``(k,)``."""
+    total = np.zeros(table.shape[1], np.float64)
+    for start in range(0, len(table), _CHUNK):
+        total += np.square(table[start : start + _CHUNK]).sum(0, dtype=np.float64)
+    return np.sqrt(total / len(table)).astype(np.float32)
+
+
+def _factors(sizes: Floats, power: float) -> Floats:
+    """``2^n`` of columns larger than the median, closest to their ratio to that power."""
     ratios = np.maximum(sizes / max(float(np.median(sizes)), 1e-30), 1)
     factors: Floats = np.exp2(np.round(power * np.log2(ratios))).astype(np.float32)
     return factors
@@ -77,7 +85,10 @@ def _compensated(table: Floats, gram: Floats, factors: Floats) -> Int8Weight:
 def _moments(source: TensorSource, states: NDArray[np.floating]) -> Floats:
     """``sum x x^T (hidden, hidden)`` over some of the inputs ``x`` of the head."""
     flat = states.reshape(-1, states.shape[-1])
-    some = flat[:: max(1, len(flat) // _TOKENS)].astype(np.float32)
-    x = normed(source, some, source.read(LAST_NORM).astype(np.float32))
-    gram: Floats = x.T @ x
+    some = flat[:: max(1, len(flat) // _TOKENS)]
+    norm = source.read(LAST_NORM).astype(np.float32)
+    gram: Floats = np.zeros((flat.shape[1], flat.shape[1]), np.float32)
+    for start in range(0, len(some), _CHUNK):
+        x = normed(source, some[start : start + _CHUNK].astype(np.float32), norm)
+        gram += x.T @ x
     return gram
