@@ -13,6 +13,7 @@ import json
 import os
 import random
 import subprocess
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -32,8 +33,15 @@ class Rest:
     def __call__(self, method: str, **inputs: Any) -> dict[str, Any]:
         body = json.dumps({"instances": [inputs]}).encode()
         request = urllib.request.Request(self._url + method, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as reply:
-            answer = json.load(reply)
+        try:
+            with urllib.request.urlopen(request) as reply:
+                answer = json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"error: the server says: {error.read().decode(errors='replace').strip()}") from error
+        except OSError as error:
+            raise SystemExit(
+                f"error: {self._url.rpartition('/model')[0]} gives no answer ({error}); is start.sh running there?"
+            ) from error
         if "instances" not in answer or "error_msg" in answer["instances"][0]:
             raise SystemExit(f"error: the server says: {answer}")
         found: dict[str, Any] = answer["instances"][0]
@@ -87,7 +95,10 @@ def answer_text(args: argparse.Namespace) -> str:
         command = [str(lite_python()), __file__, "--transport", "grpc", "--address", args.address]
         command += ["--ids", ",".join(map(str, ids)), "--max_new_tokens", str(args.max_new_tokens)]
         command += ["--stop", ",".join(map(str, stop))]
-        tokens = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        answered = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        if answered.returncode:  # it has said why
+            raise SystemExit(answered.returncode)
+        tokens = json.loads(answered.stdout)
     return tokenizer.decode([token for token in tokens if token not in stop])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import sys
 
 import mindspore_lite
@@ -32,6 +33,17 @@ def start_again_with_libraries() -> None:
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+def check_ports(host: str, ports: list[int]) -> None:
+    """Before anything starts: Serving finds a taken port late, and then the server that has it stops as well."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                sys.exit(f"error: {host}:{port}: {error.strerror}; choose others with --grpc_port and --rest_port")
+
+
 def main() -> None:
     """Start the servable and both servers."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -39,6 +51,7 @@ def main() -> None:
     parser.add_argument("--grpc_port", type=int, default=5500)
     parser.add_argument("--rest_port", type=int, default=5501)
     args = parser.parse_args()
+    check_ports(args.host, [args.grpc_port, args.rest_port])
     if _LINKED not in os.environ:
         start_again_with_libraries()
     config = server.ServableStartConfig(servable_directory=HERE, servable_name="llama")
