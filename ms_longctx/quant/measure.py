@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from ms_longctx.metrics.perplexity import Perplexity
 from ms_longctx.models.checkpoint import TensorSource
+from ms_longctx.quant.memory import release_memory
 from ms_longctx.quant.model import EMBEDDING, HEAD, LAST_NORM, half, normed
 from ms_longctx.quant.weights import Int8Weight
 
 Floats = NDArray[np.float32]
-_TOKENS, _ROWS = 64, 8192  # tokens whose logits exist at once, and rows of the head that are unpacked at once
+_TOKENS, _ROWS = 16, 2048  # tokens whose logits exist at once, and rows of the head that are unpacked at once
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Comparison:
             states: hidden states of the quantized model for the same tokens.
             rows: its int8 output head (the embedding where tied), if it has one.
         """
+        release_memory()  # of the layers that were run; the head needs it
         head = self._source.read(self._head_name).astype(np.float32, copy=False)
         ours, original = Perplexity(), Perplexity()
         agreeing, cosines = 0, 0.0

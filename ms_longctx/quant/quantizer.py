@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 from dataclasses import dataclass
 
@@ -15,6 +13,7 @@ from ms_longctx.errors import MsLongctxError
 from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.quant.layer import UNITS, LayerRunner, LayerWeights
 from ms_longctx.quant.measure import Comparison
+from ms_longctx.quant.memory import release_memory
 from ms_longctx.quant.methods import INT8_BOTH, Method
 from ms_longctx.quant.model import Levels, QuantizedModel, Unit, embed
 from ms_longctx.quant.propagation import Propagation
@@ -117,11 +116,3 @@ class Quantizer:
         units = frozenset([unit]) if level == INT8_BOTH else frozenset()
         error = np.square(self._runner.run(inputs, units) - expected).sum(-1)
         return float((error / np.maximum(np.square(expected).sum(-1), 1e-30)).mean())
-
-
-def release_memory() -> None:
-    """Give freed memory back to the system; glibc would keep the holes that large arrays leave."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from ms_longctx.quant.checkpoint import QuantizedCheckpoint
 from ms_longctx.quant.files import LAYOUTS, check_output, save_quantized
 from ms_longctx.quant.layer import UNITS
 from ms_longctx.quant.measure import Accuracy
+from ms_longctx.quant.memory import release_memory
 from ms_longctx.quant.methods import KEPT, Method, make_method
 from ms_longctx.quant.mindir import open_weights
 from ms_longctx.quant.model import Levels, QuantizedModel
-from ms_longctx.quant.quantizer import Quantizer, release_memory
+from ms_longctx.quant.quantizer import Quantizer
 from ms_longctx.quant.search import NotReached, Search
 from ms_longctx.quant.texts import cut_windows, read_texts, split_heldout
 
@@ -89,7 +90,9 @@ def quantize(options: Options) -> tuple[dict[str, Any], list[str]]:
     if threshold is None:
         threshold = DEFAULT_THRESHOLD.get(options.method, 0.0)
     model, accuracy, table = decide(quantizer, method, threshold, options.max_kept)
-    report = _report(options, model, accuracy, threshold, time.perf_counter() - start) | {"table": table}
+    report = _report(replace(options, layout=layout), model, accuracy, threshold, time.perf_counter() - start) | {
+        "table": table
+    }
     save_quantized(model, Path(options.output), layout, report)
     return report, table
 
@@ -112,7 +115,7 @@ def decide(
     if not accuracy.holds(threshold):
         raise NotReached(
             f"--accuracy_threshold {threshold} is out of reach with at most {max_kept:.0%} of the weights kept in "
-            f"fp16: {accuracy}; lower it, raise --max_kept, or calibrate on more text like the held-out one",
+            f"fp16: {accuracy}; lower it, raise --max_kept, use --head fp, or calibrate on more text like it",
             table,
         )
     return model, accuracy, table
