@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ms_longctx.data.tokenizer_files import write_tokenizer
 from ms_longctx.errors import MsLongctxError
-from ms_longctx.export.output import check_output as check_output  # for those who ask before the work begins
 from ms_longctx.export.output import new_directory
 from ms_longctx.models.hf import SINGLE_FILE
 from ms_longctx.models.hf_config import CONFIG_FILE, write_config

@@ -12,9 +12,10 @@ from typing import Any
 
 from ms_longctx.data.tokenizer import load_tokenizer
 from ms_longctx.errors import MsLongctxError
+from ms_longctx.export.output import check_output
 from ms_longctx.models.checkpoint import TensorSource
 from ms_longctx.quant.checkpoint import QuantizedCheckpoint
-from ms_longctx.quant.files import LAYOUTS, check_output, save_quantized
+from ms_longctx.quant.files import LAYOUTS, save_quantized
 from ms_longctx.quant.layer import UNITS
 from ms_longctx.quant.measure import Accuracy
 from ms_longctx.quant.memory import release_memory
@@ -90,9 +91,8 @@ def quantize(options: Options) -> tuple[dict[str, Any], list[str]]:
     if threshold is None:
         threshold = DEFAULT_THRESHOLD.get(options.method, 0.0)
     model, accuracy, table = decide(quantizer, method, threshold, options.max_kept)
-    report = _report(replace(options, layout=layout), model, accuracy, threshold, time.perf_counter() - start) | {
-        "table": table
-    }
+    report = _report(replace(options, layout=layout), model, accuracy, threshold, time.perf_counter() - start)
+    report["table"] = table
     save_quantized(model, Path(options.output), layout, report)
     return report, table
 

@@ -16,21 +16,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import decoding
 import numpy as np
 
 
 def ours(model_dir: Path, prompt: list[int], new_tokens: int) -> Iterator[int]:
     """Tokens by ms_longctx."""
-    from ms_longctx.config import GenerationConfig
-    from ms_longctx.generation.generate import generate_ids
     from ms_longctx.models.llama import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(str(model_dir))
     yield -1  # loaded
-    while True:
-        for (token,) in generate_ids(model, [prompt], GenerationConfig(max_new_tokens=new_tokens)):
-            assert token is not None
-            yield token
+    yield from decoding.ours(model, prompt, new_tokens)
 
 
 def peer(model_dir: Path, prompt: list[int], new_tokens: int) -> Iterator[int]:
@@ -40,13 +36,7 @@ def peer(model_dir: Path, prompt: list[int], new_tokens: int) -> Iterator[int]:
 
     model = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa", dtype=torch.float32).eval()
     yield -1  # loaded
-    while True:
-        tokens, cache = torch.tensor([prompt]), None
-        for _ in range(new_tokens):
-            with torch.inference_mode():
-                out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, tokens = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-            yield int(tokens)
+    yield from decoding.peer(model, prompt, new_tokens)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import decoding
 import numpy as np
 
 PROMPT_TOKENS = 49152  # ids of prompts are below
@@ -22,16 +23,11 @@ PROMPT_TOKENS = 49152  # ids of prompts are below
 
 def ours(path: Path, prompt: list[int], new_tokens: int) -> Iterator[float]:
     """MB of the weights, then tokens, by ms_longctx."""
-    from ms_longctx.config import GenerationConfig
-    from ms_longctx.generation.generate import generate_ids
     from ms_longctx.generation.loading import load_model
 
     model = load_model(str(path), device="CPU")
     yield sum(parameter.nbytes for parameter in {id(p): p for p in model.get_parameters()}.values()) / 1e6
-    while True:
-        for (token,) in generate_ids(model, [prompt], GenerationConfig(max_new_tokens=new_tokens)):
-            assert token is not None
-            yield token
+    yield from decoding.ours(model, prompt, new_tokens)
 
 
 def peer(path: Path, prompt: list[int], new_tokens: int, int8: bool) -> Iterator[float]:
@@ -46,13 +42,7 @@ def peer(path: Path, prompt: list[int], new_tokens: int, int8: bool) -> Iterator
     if int8:
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     yield sum(_storages(model).values()) / 1e6
-    while True:
-        tokens, cache = torch.tensor([prompt]), None
-        for _ in range(new_tokens):
-            with torch.inference_mode():
-                out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, tokens = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-            yield int(tokens)
+    yield from decoding.peer(model, prompt, new_tokens)
 
 
 def _storages(model: object) -> dict[int, int]:
